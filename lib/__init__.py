@@ -1,0 +1,1 @@
+"""Drydock's library: configuration, data, parallel layers, training and evaluation."""

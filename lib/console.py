@@ -1,0 +1,142 @@
+"""What a person sees while a stage works: lines, warnings, progress bars and tables.
+
+The one module that prints. A bar is drawn on a terminal; elsewhere (a log file, a queue worker)
+plain lines appear at most every five seconds, since redrawn bars turn into noise there.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+_copies: list[TextIO] = []
+
+
+def _write(stream: TextIO, text: str) -> None:
+    for file in (stream, *_copies):
+        with contextlib.suppress(OSError):  # the terminal may be gone; the work goes on
+            file.write(text + "\n")
+            file.flush()
+
+
+def say(text: str) -> None:
+    """Writes one line to standard output and flushes it."""
+    _write(sys.stdout, text)
+
+
+def warn(text: str) -> None:
+    """Writes one warning line to standard error."""
+    _write(sys.stderr, f"warning: {text}")
+
+
+@contextmanager
+def copy_to(path: Path) -> Iterator[None]:
+    """Appends every line said or warned of to a file too, for as long as the context lasts."""
+    with path.open("a", encoding="utf-8") as file:
+        _copies.append(file)
+        try:
+            yield
+        finally:
+            _copies.remove(file)
+
+
+def fail(text: str) -> None:
+    """Writes one error line to standard error."""
+    sys.stderr.write(f"error: {text}\n")
+    sys.stderr.flush()
+
+
+class Counter:
+    """Counts work done and shows it: the bar's face towards the code that works."""
+
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
+        self.description = description
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self._started = time.monotonic()
+        self._last_line = self._started
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def show_as_bar(self, bar: Progress) -> None:
+        """Draws this counter in ``bar`` from now on."""
+        self._bar = (bar, bar.add_task(self.description, total=self.total, unit=self.unit))
+
+    def advance(self, amount: int = 1) -> None:
+        """Adds ``amount`` units of finished work."""
+        self.done += amount
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.advance(task, amount)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            say(self.line())
+
+    def line(self) -> str:
+        """The state as a plain line: done, total, rate and time left."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self.done / seconds
+        text = f"{self.description}: {self.done:,}"
+        if self.total:
+            text += f" of {self.total:,}"
+        text += f" {self.unit}, {rate:,.0f} {self.unit}/s"
+        if self.total and rate > 0 and self.done < self.total:
+            text += f", {(self.total - self.done) / rate:.0f} s left"
+        return text
+
+
+@contextmanager
+def progress(description: str, total: int | None, unit: str) -> Iterator[Counter]:
+    """Shows work in progress for as long as the context lasts.
+
+    Args:
+        description: what is being done, such as ``"tokenising"``.
+        total: units of work in all, or None where that is unknown.
+        unit: name of the unit in the plural, such as ``"documents"``.
+    """
+    counter = Counter(description, total, unit)
+    if not sys.stderr.isatty():
+        yield counter
+        say(counter.line())
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        counter.show_as_bar(bar)
+        yield counter
+
+
+def table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Prints a two-column table of names and values."""
+    grid = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows:
+        grid.add_row(name, value)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(grid)
