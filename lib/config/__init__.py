@@ -1,0 +1,1 @@
+"""Typed, frozen parameters, their rules, and the run configuration. Torch-free."""

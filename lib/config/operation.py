@@ -1,0 +1,122 @@
+"""Typed sections of params.yaml that decide how a run is carried out and judged.
+
+Nothing here changes the weights of a step (``attention`` and ``deterministic`` aside, in the last
+digits): when to save, what to evaluate, on which processes to run.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from lib.config.schema import (
+    ModelSection,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    ScheduleSection,
+    Section,
+    TrainingSection,
+)
+
+
+class CheckpointConfig(Section):
+    """The section ``checkpoint``."""
+
+    save_interval: int = Field(default=0, ge=0)
+    """Iterations between two checkpoints; 0 saves at the end only. What a crash can cost. Ctrl-C
+    and SIGTERM save in any case."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep. Two, so that one is left if the disk spoils the other."""
+
+    keep_every: int | None = Field(default=None, ge=1)
+    """Keep for good each checkpoint whose iteration is a multiple of this; null keeps none."""
+
+
+class EvaluateConfig(Section):
+    """The section ``evaluate``: the finished model's loss and texts."""
+
+    split: Literal["test", "valid"] = "test"
+    """Documents to measure the loss on. ``test`` were never looked at while training."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Stop after so many tokens; null measures the whole split."""
+
+    num_samples: int = Field(default=20, ge=0)
+    """Texts to generate, prompts in turn; 0 generates none."""
+
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Beginnings that the model continues."""
+
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Tokens to generate per text; a text may end earlier by itself."""
+
+    temperature: float = Field(default=0.8, ge=0)
+    """Divides the logits before sampling: below 1 is more certain, 0 takes the likeliest token."""
+
+    top_k: int | None = Field(default=50, ge=1)
+    """Sample among the so many likeliest tokens only; null among all."""
+
+    seed: int = Field(default=1234, ge=0, lt=2**63)
+    """Of the sampling: the same model and seed give the same texts."""
+
+    syntax: Literal["python"] | None = None
+    """Report the share of generated texts that parse as this language; null reports none."""
+
+
+class LaunchConfig(Section):
+    """The section ``launch``: the processes of a training run. No stage reruns when it changes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto takes the GPUs if there are any."""
+
+    processes: int | None = Field(default=None, ge=1)
+    """Training processes, one per GPU. Null: from the hardware and the layout."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads per process. Null: the cores divided by the processes."""
+
+    on_code_change: Literal["refuse", "adopt", "fresh"] = "refuse"
+    """When training code changed since an unfinished state was written: ``refuse`` and ask;
+    ``adopt`` it, continue and record that; ``fresh`` starts again and keeps the old state
+    aside."""
+
+    fresh: bool = False
+    """Train again from the start even if there is a state to continue from."""
+
+    stop_timeout_s: int = Field(default=600, ge=1)
+    """Seconds that a run gets to save its state when it is told to stop. Large models need
+    minutes."""
+
+
+class RuntimeConfig(Section):
+    """The section ``runtime``: speed and output. No stage reruns when it changes."""
+
+    log_interval: int = Field(default=10, ge=1)
+    """Iterations between two log lines. results/train.csv has each iteration in any case."""
+
+    deterministic: bool = False
+    """Use deterministic kernels only: the same machine gives the same bits, more slowly."""
+
+    prefetch: int = Field(default=2, ge=0)
+    """Batches read ahead while the model computes; 0 reads when needed."""
+
+    attention: Literal["auto", "sdpa", "reference"] = "auto"
+    """Attention code: ``sdpa`` is torch's fused one, ``reference`` the plain formula (slow, for
+    comparison), ``auto`` the fastest that this machine has."""
+
+
+# Every section of params.yaml but the data stages' own (corpus, tokenizer, tokens), which
+# ``lib.data.options`` types: a stage that wants the whole file joins the two.
+CONFIG_SECTIONS: dict[str, type[BaseModel]] = {
+    "model": ModelSection,
+    "precision": PrecisionConfig,
+    "parallel": ParallelConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleSection,
+    "training": TrainingSection,
+    "checkpoint": CheckpointConfig,
+    "evaluate": EvaluateConfig,
+    "launch": LaunchConfig,
+    "runtime": RuntimeConfig,
+}

@@ -1,0 +1,183 @@
+"""What is wrong with a parameter file, in words: pydantic's errors, unknown keys, remedies.
+
+Knows neither files nor lines: a ``Finding`` is a place, a rule and a remedy, to which
+``lib.config.params_file`` adds the line and what the file says there.
+"""
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+from ruamel.yaml.scalarint import ScalarInt
+
+from lib.errors import InvalidParams
+
+# A path into the file: keys and list positions.
+Location = tuple[str | int, ...]
+# The keys of each section, for telling where a misplaced key belongs.
+KnownKeys = Mapping[str, tuple[str, ...]]
+
+_LONGEST_LIST = 60
+_KEY_AND_VALUE = re.compile(r"(\w+) = .*?: ")
+
+
+class Finding(NamedTuple):
+    """A broken rule and where in the file it is broken."""
+
+    at: Location
+    rule: str
+    remedy: str
+
+
+def dotted(location: Iterable[str | int]) -> str:
+    """A path as people write it: ``corpus.urls[0].sha256``."""
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
+    return text
+
+
+def show(value: object) -> str:
+    """A value as a message shows it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(map(str, value)) + "}"
+    if isinstance(value, list):
+        text = json.dumps(value, default=str)
+        return text if len(text) <= _LONGEST_LIST else f"[{len(value)} entries]"
+    if width := width_with_zeros(value):
+        return str(value).zfill(width)
+    return json.dumps(value) if isinstance(value, str) else str(value)
+
+
+def width_with_zeros(number: object) -> int:
+    """How many characters a number like 010 has in the file; 0 for all others."""
+    if type(number) is not ScalarInt:  # 0x10 and 0o10 are subclasses, and clear
+        return 0
+    width: int = getattr(number, "_width", None) or 0
+    return width if len(str(abs(number))) < width else 0
+
+
+def describe_error(
+    error: ErrorDetails, name: str, model: type[BaseModel], known: KnownKeys
+) -> list[Finding]:
+    """One of pydantic's errors in section ``name``, in our words."""
+    at: Location = (name, *error["loc"])
+    if error["type"] == "extra_forbidden":
+        if len(at) == 2:
+            return [unknown_key(at, known)]
+        return [Finding(at, "no such key here", "remove it")]
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidParams):
+        return [
+            Finding((name, *problem.field.split(".")), problem.rule, problem.remedy)
+            for problem in cause.problems
+        ]
+    if cause is not None:
+        keys = known[name] if len(at) == 1 else ()
+        return [_from_text(part, at, keys) for part in str(cause).split("; and ")]
+    default: object = None
+    if len(at) == 2 and isinstance(at[1], str) and at[1] in model.model_fields:
+        default = model.model_fields[at[1]].get_default()
+    return [Finding(at, *_rule_and_remedy(error, default))]
+
+
+def _from_text(text: str, at: Location, keys: tuple[str, ...]) -> Finding:
+    """A validator's "rule; remedy", "key = value: rule; remedy" or "key is ...; remedy"."""
+    rule, _, remedy = text.partition("; ")
+    if named := _KEY_AND_VALUE.match(rule):
+        at, rule = (*at, named[1]), rule[named.end() :]
+    elif rule.split(" ")[0] in keys:
+        at = (*at, rule.split(" ")[0])
+    return Finding(at, rule, remedy or "see the key's comment")
+
+
+def _rule_and_remedy(error: ErrorDetails, default: object) -> tuple[str, str]:
+    kind, value, context = error["type"], error["input"], error.get("ctx", {})
+    example = f"such as {show(default)}" if default not in (None, "") else "there"
+    if kind.startswith("int_"):
+        is_fraction = isinstance(value, float) and math.isfinite(value)
+        near = f"nearest: {math.floor(value)} or {math.ceil(value)}" if is_fraction else ""
+        return "must be a whole number", near or f"write a whole number {example}"
+    if kind == "literal_error":
+        return _choice(str(context["expected"]), value)
+    if kind == "bool_type":
+        word = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+        return "must be true or false", f"write {word.get(str(value).lower(), 'true or false')}"
+    if kind == "string_type" and value is not None:
+        return "must be text", f'put it in quotes: "{value}"'
+    for prefix, (rule, remedy) in _SIMPLE_RULES.items():
+        if kind.startswith(prefix):
+            return rule.format(**context), remedy.format(**context, example=example)
+    return error["msg"], "see the key's comment"
+
+
+_SIMPLE_RULES: Mapping[str, tuple[str, str]] = {
+    "missing": ("the key is required", "add it"),
+    "float_": ("must be a number", "write a number {example}"),
+    "string_type": ("must be text", "write text {example}"),
+    "greater_than_equal": ("must be at least {ge}", "write {ge} or more"),
+    "greater_than": ("must be greater than {gt}", "write a number above {gt}"),
+    "less_than_equal": ("must be at most {le}", "write {le} or less"),
+    "less_than": ("must be less than {lt}", "write a number below {lt}"),
+    "list_": ("must be a list", "write [first, second] or one '- entry' a line"),
+    "tuple_": ("must be a list", "write [first, second] or one '- entry' a line"),
+    "too_short": ("must have at least {min_length} entries", "add some"),
+    "string_too_short": ("must not be empty", "write text {example}"),
+    "model_type": ("must be a mapping of keys", "write {{key: value, ...}}"),
+    "dict_type": ("must be a mapping of keys", "write {{key: value, ...}}"),
+}
+
+
+def _choice(expected: str, value: object) -> tuple[str, str]:
+    choices = [part.strip("' ") for part in expected.replace(" or ", ", ").split(", ")]
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"choose one, such as {choices[0]}"
+    return f"must be one of {', '.join(choices)}", remedy
+
+
+def unknown_key(at: Location, known: KnownKeys) -> Finding:
+    """A key, or a section, that there is not: where it belongs or which one was meant."""
+    key = str(at[-1])
+    is_section = len(at) == 1
+    siblings = tuple(known) if is_section else known[str(at[0])]
+    owners = [section for section, keys in known.items() if key in keys]
+    elsewhere = {f"{section}.{k}": k for section, keys in known.items() for k in keys}
+    if owners:
+        remedy = f"it belongs to section {' or '.join(owners)}"
+    elif near := nearest_keys(key, siblings):
+        remedy = f"nearest: {' or '.join(near)}"
+    elif near := nearest_keys(key, elsewhere.values()):
+        found = [name for name, k in elsewhere.items() if k in near]
+        remedy = f"nearest: {' or '.join(found[:3])}"
+    else:
+        remedy = f"remove it; known are {', '.join(siblings)}"
+    rule = "no such section" if is_section else "no such key in this section"
+    return Finding(at, rule, remedy)
+
+
+def nearest_keys(key: str, candidates: Iterable[str]) -> list[str]:
+    """The candidates that someone who wrote ``key`` most likely meant, best first, at most 3.
+
+    Close spellings, keys that contain the word ("heads"), and initials ("learning_rate" for lr).
+    """
+    words = key.lower().replace("-", "_").replace(" ", "_")
+    names = list(dict.fromkeys(candidates))
+    initials = "".join(word[0] for word in words.split("_") if word)
+    tests: tuple[Callable[[str], bool], ...] = (
+        lambda name: name == words,
+        lambda name: len(name) > 1 and name == initials,
+        lambda name: name in difflib.get_close_matches(words, names, n=1, cutoff=0.75),
+        lambda name: f"_{words}_" in f"_{name}_",
+        lambda name: name in difflib.get_close_matches(words, names, n=1, cutoff=0.6),
+    )
+    for test in tests:
+        if found := list(filter(test, names)):
+            return found[:3]
+    return []

@@ -1,0 +1,232 @@
+"""The run configuration: nulls resolved, derived numbers, its file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lib.config.run_config import RunConfig, count_parameters, padded_size, resolve, resolve_model
+from lib.config.schema import ModelSection
+from lib.errors import UserError
+from tests.config.conftest import Factory
+
+
+def test_nulls_of_the_model_are_resolved(make: Factory) -> None:
+    model = make.run_config().model
+    assert model.num_query_groups == 4
+    assert model.head_dim == 8
+    assert model.ffn_hidden_size == 128
+    assert model.max_position_embeddings == 16
+    assert model.qkv_bias is True
+
+
+def test_what_is_written_is_kept(make: Factory) -> None:
+    keys = {
+        "num_query_groups": 2,
+        "head_dim": 6,
+        "ffn_hidden_size": 48,
+        "max_position_embeddings": 99,
+        "bias": False,
+        "qkv_bias": True,
+    }
+    model = make.run_config(model=keys).model
+    assert {key: getattr(model, key) for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("hidden", "expected"), [(192, 512), (2048, 5504), (24, 64), (4096, 10944), (768, 2048)]
+)
+def test_swiglu_width_is_eight_thirds_rounded_up_to_64(hidden: int, expected: int) -> None:
+    section = ModelSection(
+        num_layers=1, hidden_size=hidden, num_attention_heads=1, activation="swiglu"
+    )
+    assert resolve_model(section, 8).ffn_hidden_size == expected
+
+
+def test_lengths_are_in_samples(make: Factory) -> None:
+    run = make.run_config(schedule={"warmup_iters": 2, "decay_iters": 9})
+    assert (run.training.train_iters, run.training.train_samples) == (10, 80)
+    assert run.schedule.warmup_samples == 16
+    assert run.schedule.decay_samples == 72
+    assert run.schedule.wsd_decay_samples == 0
+    run = make.run_config(
+        training={"train_iters": None, "train_samples": 64},
+        schedule={"decay": "wsd", "warmup_samples": 3, "wsd_decay_samples": 7},
+    )
+    assert (run.training.train_iters, run.training.train_samples) == (8, 64)
+    assert run.schedule.model_dump() == {
+        "decay": "wsd",
+        "min_lr": 0.0,
+        "wsd_style": "linear",
+        "warmup_samples": 3,
+        "decay_samples": 64,
+        "wsd_decay_samples": 7,
+    }
+
+
+def test_iterations_and_samples_give_the_same_run(make: Factory) -> None:
+    by_iterations = make.run_config(schedule={"warmup_iters": 2, "decay_iters": 9})
+    by_samples = make.run_config(
+        training={"train_iters": None, "train_samples": 80},
+        schedule={"warmup_samples": 16, "decay_samples": 72},
+    )
+    assert by_iterations == by_samples
+
+
+def test_derived_numbers(make: Factory) -> None:
+    derived = make.run_config().derived
+    assert derived.padded_vocab_size == 384
+    assert derived.tokens_per_step == 128
+    assert derived.train_tokens == 1280
+    assert derived.epochs == 2.0
+
+
+@pytest.mark.parametrize(
+    ("size", "multiple", "padded"),
+    [(301, 128, 384), (384, 128, 384), (1, 128, 128), (65500, 1, 65500), (50257, 128, 50304)],
+)
+def test_padding(size: int, multiple: int, padded: int) -> None:
+    assert padded_size(size, multiple) == padded
+
+
+LLAMA = {
+    "position_embedding": "rope",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+}
+PUBLISHED = {
+    # Numbers of weights that the models' own checkpoints have.
+    "gpt2": (
+        {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12},
+        1024,
+        50257,
+        124_439_808,
+    ),
+    "gpt2-xl": (
+        {"num_layers": 48, "hidden_size": 1600, "num_attention_heads": 25},
+        1024,
+        50257,
+        1_557_611_200,
+    ),
+    "llama-2-7b": (
+        {
+            **LLAMA,
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "ffn_hidden_size": 11008,
+            "tie_embeddings": False,
+        },
+        4096,
+        32000,
+        6_738_415_616,
+    ),
+    "llama-3-8b": (
+        {
+            **LLAMA,
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "ffn_hidden_size": 14336,
+            "tie_embeddings": False,
+        },
+        8192,
+        128256,
+        8_030_261_248,
+    ),
+    "qwen2-0.5b": (
+        {
+            **LLAMA,
+            "num_layers": 24,
+            "hidden_size": 896,
+            "num_attention_heads": 14,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 4864,
+            "qkv_bias": True,
+        },
+        4096,
+        151936,
+        494_032_768,
+    ),
+    "qwen3-0.6b": (
+        {
+            **LLAMA,
+            "num_layers": 28,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_query_groups": 8,
+            "head_dim": 128,
+            "ffn_hidden_size": 3072,
+            "qk_norm": True,
+        },
+        4096,
+        151936,
+        596_049_920,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_parameters_of_published_models(name: str) -> None:
+    keys, positions, vocab_size, expected = PUBLISHED[name]
+    model = resolve_model(ModelSection.model_validate(keys), positions)
+    assert count_parameters(model, vocab_size) == expected
+
+
+def test_the_file_is_deterministic_and_complete(make: Factory, tmp_path: Path) -> None:
+    run = make.run_config()
+    text = run.to_json()
+    assert text == make.run_config().to_json()
+    assert text.endswith("}\n")
+    content: dict[str, Any] = json.loads(text)
+    assert list(content) == sorted(content)
+    assert set(content) == {
+        "model", "precision", "parallel", "optimizer", "schedule", "training", "checkpoint",
+        "data", "derived",
+    }  # fmt: skip
+    assert content["data"]["splits"]["train"] == {
+        "documents": [0, 90],
+        "tokens": 641,
+        "samples": 40,
+    }
+    path = tmp_path / "run_config.json"
+    path.write_text(text)
+    assert RunConfig.load(path) == run
+    assert RunConfig.load(path).to_json() == text
+
+
+def test_no_null_is_left_but_those_that_mean_something(make: Factory) -> None:
+    content = json.loads(make.run_config().to_json())
+    nulls = [f"{s}.{key}" for s, keys in content.items() for key in keys if keys[key] is None]
+    assert sorted(nulls) == ["checkpoint.keep_every", "parallel.data"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 3}'])
+def test_a_file_that_is_none_of_ours(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run_config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"dvc repro validate_config") as caught:
+        RunConfig.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file; run: dvc repro validate_config"):
+        RunConfig.load(tmp_path / "run_config.json")
+
+
+def test_an_older_file_is_refused(make: Factory, tmp_path: Path) -> None:
+    content = json.loads(make.run_config().to_json())
+    del content["model"]["head_dim"]
+    path = tmp_path / "run_config.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"model\.head_dim: Field required"):
+        RunConfig.load(path)
+
+
+def test_resolving_asks_for_a_length(make: Factory) -> None:
+    with pytest.raises(AssertionError):
+        resolve(make.params(training={"train_iters": None}), make.facts())

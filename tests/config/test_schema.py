@@ -1,0 +1,102 @@
+"""The sections by themselves: limits of each field, documentation, frozenness."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from lib.config import data_rules, operation, run_config, schema
+from lib.config.operation import CONFIG_SECTIONS
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2},
+    "optimizer": {"lr": 1e-3},
+    "training": {"seq_length": 8, "micro_batch_size": 1, "global_batch_size": 1},
+}
+
+
+def build(section: str, **keys: Any) -> BaseModel:
+    return CONFIG_SECTIONS[section].model_validate({**REQUIRED.get(section, {}), **keys})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "legal", "illegal"),
+    [
+        ("model", "num_layers", 1, 0),
+        ("model", "num_query_groups", 1, 0),
+        ("model", "attention_dropout", 0.0, 1.0),
+        ("model", "hidden_dropout", 0.99, -0.1),
+        ("model", "norm_epsilon", 1e-12, 0.0),
+        ("model", "init_std", 1e-3, 0.0),
+        ("model", "rope_theta", 1.0, 0.0),
+        ("optimizer", "lr", 1e-9, 0.0),
+        ("optimizer", "beta1", 0.0, 1.0),
+        ("optimizer", "beta2", 0.999, 1.0),
+        ("optimizer", "epsilon", 1e-12, 0.0),
+        ("optimizer", "weight_decay", 0.0, -0.1),
+        ("optimizer", "clip_grad", 0.0, -1.0),
+        ("schedule", "min_lr", 0.0, -1e-5),
+        ("schedule", "warmup_iters", 0, -1),
+        ("schedule", "decay_iters", 1, 0),
+        ("schedule", "wsd_decay_samples", 1, 0),
+        ("training", "seed", 0, -1),
+        ("training", "seed", 2**63 - 1, 2**63),
+        ("training", "train_iters", 1, 0),
+        ("training", "global_batch_size", 1, 0),
+        ("training", "micro_batch_size", 1, 0),
+        ("training", "seq_length", 1, 0),
+        ("training", "eval_interval", 0, -1),
+        ("checkpoint", "save_interval", 0, -1),
+        ("checkpoint", "keep_last", 1, 0),
+        ("parallel", "data", 1, 0),
+        ("evaluate", "seed", 0, -1),
+        ("evaluate", "temperature", 0.0, -0.1),
+        ("evaluate", "top_k", 1, 0),
+        ("evaluate", "prompts", ("a",), ("",)),
+        ("evaluate", "num_samples", 0, -1),
+        ("launch", "processes", 1, 0),
+        ("launch", "stop_timeout_s", 1, 0),
+        ("runtime", "log_interval", 1, 0),
+        ("runtime", "prefetch", 0, -1),
+    ],
+)
+def test_limits(section: str, key: str, legal: object, illegal: object) -> None:
+    assert getattr(build(section, **{key: legal}), key) == legal
+    with pytest.raises(ValidationError):
+        build(section, **{key: illegal})
+
+
+@pytest.mark.parametrize("split", ["90,5,5", "969,30,1", "100", "1,0,0", " 98.5, 1 , .5", "8,2"])
+def test_splits_that_mean_something(split: str) -> None:
+    assert build("training", split=split)
+
+
+@pytest.mark.parametrize("split", ["", "a", "0,5,5", "1,-1,1", "1,2,3,4", "nan,1,1", "1,,1", "inf"])
+def test_splits_that_mean_nothing(split: str) -> None:
+    with pytest.raises(ValidationError, match="shares of training"):
+        build("training", split=split)
+
+
+@pytest.mark.parametrize("name", list(CONFIG_SECTIONS))
+def test_sections_are_frozen_and_closed(name: str) -> None:
+    section = build(name)
+    with pytest.raises(ValidationError):
+        build(name, no_such_key=1)
+    with pytest.raises(ValidationError):
+        setattr(section, next(iter(type(section).model_fields)), 1)
+
+
+@pytest.mark.parametrize("module", [schema, operation, run_config, data_rules])
+def test_every_field_has_a_docstring(module: Any) -> None:
+    tree = ast.parse(Path(module.__file__).read_text())
+    undocumented = []
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef) or node.name in ("RunConfig", "Params"):
+            continue  # their fields are the sections, documented where they are defined
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and not has_text:
+                undocumented.append(f"{node.name}.{ast.unparse(field.target)}")
+    assert not undocumented

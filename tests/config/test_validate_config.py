@@ -1,0 +1,225 @@
+"""The stage: everything at once, in one line each, and the file that pretraining consumes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.config.params_file import parse_params, read_params
+from lib.config.run_config import RunConfig
+from lib.data.indexed_dataset import IndexedDatasetWriter
+from lib.data.tokens_manifest import TokensManifest
+from lib.errors import InvalidParams, UserError
+from stages.validate_config import check_schema, validate
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT_TOKENS = 100
+
+
+def write_data(folder: Path, documents: int = 200, fingerprint: str = "ff") -> None:
+    """A tokenised corpus of equal documents, and its tokenizer's facts."""
+    tokens = folder / "data" / "tokens"
+    tokens.mkdir(parents=True)
+    with IndexedDatasetWriter(tokens / "corpus_text_document", np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(np.arange(DOCUMENT_TOKENS, dtype=np.uint16))
+    manifest = TokensManifest(
+        dtype="uint16",
+        documents=documents,
+        sequences=documents,
+        tokens=documents * DOCUMENT_TOKENS,
+        text_bytes=1,
+        empty_documents=0,
+        cut_documents=0,
+        dropped_documents=0,
+        append_eod=True,
+        vocab_size=4096,
+        eod_id=0,
+        tokenizer_fingerprint="ff",
+        corpus_sha256="aa",
+        bin_sha256="bb",
+        idx_sha256="cc",
+        options={},
+    )
+    manifest.write(tokens)
+    tokenizer = folder / "data" / "tokenizer"
+    tokenizer.mkdir()
+    info = {
+        "format": 1,
+        "kind": "train_bpe",
+        "vocab_size": 4096,
+        "end_of_document": {"token": "<|endoftext|>", "id": 0},
+        "special_tokens": {"<|endoftext|>": 0},
+        "fingerprint": fingerprint,
+    }
+    (tokenizer / "tokenizer_info.json").write_text(json.dumps(info))
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stages.validate_config", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, old: str, new: str) -> None:
+    path = folder / "params.yaml"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_the_stage_writes_the_run_configuration_and_says_what_it_is(folder: Path) -> None:
+    write_data(folder)
+    done = run(folder)
+    assert done.returncode == 0, done.stderr
+    path = folder / "outputs" / "run_config.json"
+    config = RunConfig.load(path)
+    assert config.data.prefix == "data/tokens/corpus_text_document"
+    assert config.data.tokens == 20_000
+    train = config.data.splits["train"]
+    assert (train.documents, train.tokens, train.samples) == ((0, 180), 18_000, 70)
+    assert config.data.splits["test"].documents == (190, 200)
+    assert config.derived.epochs == 300 * 16 / 70
+    for text in ("parameters", "tokens per step", "4,096", "68.57: each sample", "180 documents"):
+        assert text in done.stdout
+    first = path.read_bytes()
+    assert run(folder).returncode == 0
+    assert path.read_bytes() == first
+
+
+def test_comments_and_spelling_do_not_change_the_file(folder: Path) -> None:
+    write_data(folder)
+    before = validate(read_params(Path("params.yaml"))).to_json()
+    change(folder, "lr: 2.0e-3 ", "lr: 0.002 # peak ")
+    change(folder, "hidden_size: 192 ", "hidden_size: 192.0 ")
+    change(folder, "qkv_bias: null ", "qkv_bias: ")
+    assert validate(read_params(Path("params.yaml"))).to_json() == before
+
+
+def test_all_problems_of_one_run_one_a_line(folder: Path) -> None:
+    write_data(folder, documents=2, fingerprint="other")
+    change(folder, "num_attention_heads: 6 ", "num_attention_heads: 5 ")
+    change(folder, "  lr: 2.0e-3", "  learning_rate: 1e-3\n  lr: 1e-4")
+    change(folder, "append_eod: true", "append_eod: yes")
+    change(folder, "global_batch_size: 16", "global_batch_size: 15")
+    change(folder, "log_interval: 10", "log_interval: 2.5")
+    change(folder, "top_k: 50", "top_k: 5000")
+    done = run(folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not (folder / "outputs").exists()
+    fields = [line.split(" = ")[0].split(": ")[-1].strip() for line in done.stderr.splitlines()[1:]]
+    assert sorted(fields) == sorted(
+        [
+            "tokenizer_fingerprint",
+            "tokens.append_eod",
+            "model.hidden_size",
+            "optimizer.learning_rate",
+            "training.global_batch_size",
+            "training.split",
+            "training.split",
+            "training.split",
+            "evaluate.top_k",
+            "runtime.log_interval",
+        ]
+    )
+    lines = (folder / "params.yaml").read_text().splitlines()
+    for line in done.stderr.splitlines()[1:]:
+        place, _, rest = line.strip().partition(": ")
+        if place.startswith("params.yaml:"):
+            key = rest.split(" = ")[0].split(".")[1]
+            assert lines[int(place.split(":")[1]) - 1].strip().startswith(f"{key}:")
+
+
+def test_a_broken_section_does_not_hide_the_others(folder: Path) -> None:
+    change(folder, "seed: 1234                      # initial", "seed: -1 # initial")
+    change(folder, "num_attention_heads: 6 ", "num_attention_heads: 5 ")
+    with pytest.raises(InvalidParams) as caught:
+        validate(read_params(Path("params.yaml")))
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["model.hidden_size", "training.seed"]
+
+
+def test_mistakes_come_before_missing_data(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data/tokens/manifest\.json: not there"):
+        validate(read_params(Path("params.yaml")))
+    change(folder, "beta1: 0.9 ", "beta1: 1.9 ")
+    with pytest.raises(InvalidParams, match=r"optimizer\.beta1"):
+        validate(read_params(Path("params.yaml")))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"fingerprint": 3}', "null"])
+def test_a_damaged_tokenizer_info_is_one_line(folder: Path, content: str) -> None:
+    write_data(folder)
+    Path("data/tokenizer/tokenizer_info.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer_info\.json: damaged") as caught:
+        validate(read_params(Path("params.yaml")))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_tokenizer_info_is_one_line(folder: Path) -> None:
+    write_data(folder)
+    Path("data/tokenizer/tokenizer_info.json").unlink()
+    with pytest.raises(UserError, match="the prepare_tokenizer stage writes it"):
+        validate(read_params(Path("params.yaml")))
+
+
+@pytest.mark.parametrize("documents", [0, 1, 2, 9])
+def test_a_corpus_too_small_for_its_splits_is_refused(folder: Path, documents: int) -> None:
+    write_data(folder, documents=documents)
+    with pytest.raises(InvalidParams, match=r"training\.split") as caught:
+        validate(read_params(Path("params.yaml")))
+    assert f"of {documents} documents" in str(caught.value)
+
+
+def test_schema_only_needs_no_data(folder: Path) -> None:
+    done = run(folder, "--schema-only")
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "outputs").exists()
+    change(folder, "top_k: 50 ", "top_k: 4097 ")
+    done = run(folder, "--schema-only")
+    assert done.returncode == 1
+    assert "evaluate.top_k = 4097: must be at most the vocabulary, 4096 tokens" in done.stderr
+
+
+def test_json_is_for_programs(folder: Path) -> None:
+    done = run(folder, "--schema-only", "--json")
+    assert json.loads(done.stdout) == {"ok": True, "error": None, "problems": []}
+    change(folder, "keep_last: 2 ", "keep_last: 0 ")
+    done = run(folder, "--schema-only", "--json")
+    assert done.returncode == 1
+    answer = json.loads(done.stdout)
+    assert [problem["field"] for problem in answer["problems"]] == ["checkpoint.keep_last"]
+    assert answer["problems"][0]["where"].startswith("params.yaml:")
+    (folder / "params.yaml").write_text("a: [")
+    done = run(folder, "--schema-only", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["problems"] == []
+    assert "not valid YAML" in json.loads(done.stdout)["error"]
+
+
+def test_the_vocabulary_of_a_given_tokenizer_is_not_guessed() -> None:
+    text = (ROOT / "params.yaml").read_text()
+    text = text.replace("kind: train_bpe ", "kind: gpt2 ").replace("top_k: 50 ", "top_k: 5000 ")
+    text = text.replace("vocab_file: null ", "vocab_file: v.json ")
+    text = text.replace("merges_file: null ", "merges_file: m.txt ")
+    check_schema(parse_params(text, Path("params.yaml")))
+
+
+def test_the_stage_starts_without_torch() -> None:
+    probe = "import stages.validate_config, stages.apply_preset, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "transformers", "tokenizers", "datasets"} & set(done.stdout.split())
