@@ -1,0 +1,1 @@
+"""From raw text to the sample a rank trains on. Torch-free."""

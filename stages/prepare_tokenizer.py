@@ -1,0 +1,83 @@
+"""Stage 2: trains the tokenizer on the corpus, or takes one that exists already."""
+
+import time
+from pathlib import Path
+
+from lib.cli import stage_command
+from lib.config.params_file import read_params
+from lib.console import progress, say, warn
+from lib.data.manifest import read_manifest
+from lib.data.options import TokenizerOptions
+from lib.data.shards import iter_raw_documents
+from lib.data.tokenizer import TextTokenizer, describe_tokenizer, save_tokenizer
+from lib.data.tokenizer_sources import keeps_text, take_tokenizer
+from lib.data.tokenizer_training import train_byte_level_bpe
+
+RAW_DIR = Path("data/raw")
+TOKENIZER_DIR = Path("data/tokenizer")
+_MEGABYTE = 1_000_000
+
+
+@stage_command
+def main(params: Path) -> None:
+    """Make the tokenizer: train one on the corpus, or take one that exists already.
+
+    Reads the section tokenizer of the parameter file. tokenizer.kind says where it comes from:
+
+    \b
+    train_bpe       a byte-level BPE of tokenizer.vocab_size entries, trained on the first
+                    tokenizer.train_megabytes of data/raw; the same text gives the same result
+    tokenizer_json  tokenizer.path, a tokenizer.json of the Hugging Face tokenizers library
+    gpt2            tokenizer.vocab_file and merges_file: GPT-2's vocab.json and merges.txt
+    sentencepiece   tokenizer.path, the .model of a SentencePiece BPE with byte fallback
+
+    Writes data/tokenizer, whole or not at all: tokenizer.json, and tokenizer_info.json with the
+    vocabulary's size, the control tokens and a fingerprint that ties token files and checkpoints
+    to this tokenizer.
+
+    tokenizer.end_of_document names the control token that ends a document. A trained tokenizer
+    gets it as id 0, any other must have it. Text never turns into control tokens: a document that
+    spells one out gets ordinary tokens.
+    """  # noqa: D301 - the backspace character tells click to keep the lines
+    options = read_params(params).section("tokenizer", TokenizerOptions)
+    started = time.monotonic()
+    tokenizer = prepare_tokenizer(options, RAW_DIR, TOKENIZER_DIR)
+    end = tokenizer.info.end_of_document
+    say(
+        f"tokenizer ({options.kind}): {tokenizer.vocab_size:,} ids, documents end with "
+        f"{end.token!r} = {end.id}, fingerprint {tokenizer.fingerprint[:12]}, in {TOKENIZER_DIR}, "
+        f"{time.monotonic() - started:.1f} s"
+    )
+
+
+def prepare_tokenizer(options: TokenizerOptions, raw_dir: Path, output: Path) -> TextTokenizer:
+    """Makes the folder of the tokenizer, showing progress.
+
+    Args:
+        options: the section tokenizer.
+        raw_dir: the raw corpus, read for ``train_bpe`` only.
+        output: the folder to make or replace.
+    """
+    if options.kind == "train_bpe":
+        max_bytes = options.train_megabytes * _MEGABYTE
+        total = min(read_manifest(raw_dir).text_bytes, max_bytes)
+        texts = (document.text for document in iter_raw_documents(raw_dir))
+        with progress("training the tokenizer", total, "bytes") as bar:
+            backend = train_byte_level_bpe(
+                texts, options.vocab_size, options.end_of_document, max_bytes, bar.advance
+            )
+    else:
+        backend = take_tokenizer(options)
+        if not keeps_text(backend):
+            warn(
+                "this tokenizer changes text (case, accents, white space or rare characters): "
+                "what a model trained with it writes can only be as good"
+            )
+    info = describe_tokenizer(backend, options.kind, options.end_of_document)
+    tokenizer = TextTokenizer(backend, info)
+    save_tokenizer(output, tokenizer)
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()
