@@ -1,0 +1,1 @@
+"""Parallel layers: linear, embedding, norms, rotary, attention, loss."""

@@ -1,0 +1,60 @@
+"""Initial weights that do not depend on the layout.
+
+Each parameter is drawn whole from a generator of its own, keyed by the seed and the parameter's
+global name, and then cut: any layout starts from the same model.
+
+| parameter | value |
+|---|---|
+| matrices and embeddings | N(0, std), std = 0.02 by default |
+| projections back into the residual stream (linear_proj, linear_fc2) | N(0, std / sqrt(2 L)) |
+| norm weights | 1 |
+| biases | 0 |
+| padding rows of the vocabulary | 0 |
+
+The scale of the projections keeps the residual stream's variance level over 2 L additions
+(Radford et al., GPT-2; also Megatron's).
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lib.config.schema import ModelConfig
+from lib.parallel.random import named_generator
+from lib.parallel.storage import cut_of
+
+_OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_VOCABULARY_TABLES = ("word_embeddings.weight", "output_layer.weight")
+
+
+def initial_value(
+    name: str, shape: tuple[int, ...], config: ModelConfig, *, vocab_size: int, seed: int
+) -> Tensor:
+    """The whole initial value of one parameter, fp32 on the CPU.
+
+    Args:
+        name: the parameter's global name.
+        shape: its shape without any parallelism.
+        config: the resolved ``model`` section.
+        vocab_size: real vocabulary; later rows of its tables are zero.
+        seed: ``training.seed``.
+    """
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    std = config.init_std
+    if name.endswith(_OUTPUT_PROJECTIONS):
+        std /= math.sqrt(2 * config.num_layers)
+    value = torch.zeros(shape)
+    rows = vocab_size if name.endswith(_VOCABULARY_TABLES) else shape[0]
+    value[:rows].normal_(0.0, std, generator=named_generator(seed, "init", name))
+    return value
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: ModelConfig, *, vocab_size: int, seed: int) -> None:
+    """Fills every parameter of ``model`` (not yet stored on a mesh) with its initial value."""
+    for name, parameter in model.named_parameters():
+        cut = cut_of(parameter)
+        value = initial_value(name, cut.full_shape, config, vocab_size=vocab_size, seed=seed)
+        parameter.copy_(cut.part_of(value))

@@ -1,0 +1,26 @@
+"""The feed-forward layer: widen, activate, narrow."""
+
+from torch import Tensor, nn
+
+from lib.config.schema import ModelConfig
+from lib.layers.activation import gelu, swiglu
+from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lib.parallel.groups import Group
+
+
+class MLP(nn.Module):
+    """[S, B, H] to [S, B, H] through the feed-forward width, gated or not."""
+
+    def __init__(self, config: ModelConfig, group: Group) -> None:
+        super().__init__()
+        parts = ("gate", "up") if config.activation == "swiglu" else ("up",)
+        self.activation = {"swiglu": swiglu, "gelu": gelu}[config.activation]
+        hidden, wide = config.hidden_size, config.ffn_hidden_size
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden, dict.fromkeys(parts, wide), group, bias=config.bias
+        )
+        self.linear_fc2 = RowParallelLinear(wide, hidden, group, bias=config.bias)
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Applies the layer to every token on its own."""
+        return self.linear_fc2(self.activation(*self.linear_fc1(x_SBH)))

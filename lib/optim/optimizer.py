@@ -1,0 +1,61 @@
+"""AdamW over fp32 master parameters, decaying matrices only.
+
+    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
+    w = w - lr (wd w + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))
+
+(Loshchilov and Hutter, decoupled weight decay.) Whether a parameter decays is decided by its
+shape: matrices do, vectors (norm weights and biases) do not.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies: to matrices, never to norm weights or biases."""
+    return parameter.ndim >= 2
+
+
+def decay_table(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """Which parameters decay, a line each; those that differ in the layer's number share one."""
+    lines: dict[str, int] = {}
+    for name, parameter in named_parameters:
+        pattern = re.sub(r"\.\d+\.", ".N.", name)
+        shape = list(parameter.shape)
+        line = f"{pattern} {shape}: {'decays' if decays(parameter) else 'no decay'}"
+        lines[line] = lines.get(line, 0) + 1
+    return [f"{line} (x {count})" if count > 1 else line for line, count in lines.items()]
+
+
+def build_optimizer(
+    parameters: Sequence[nn.Parameter],
+    *,
+    betas: tuple[float, float],
+    epsilon: float,
+    weight_decay: float,
+) -> AdamW:
+    """The optimizer; its learning rate is set before every step by ``set_learning_rate``.
+
+    torch's fused kernel updates all parameters in one pass, on CPU as on GPU.
+    """
+    groups = [
+        {"params": [p for p in parameters if decays(p)], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=0.0,
+        betas=betas,
+        eps=epsilon,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

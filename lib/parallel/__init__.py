@@ -1,0 +1,1 @@
+"""Process groups, collectives, parameter storage and random streams."""

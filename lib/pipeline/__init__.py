@@ -1,0 +1,1 @@
+"""Pipeline schedules as data and the executor that runs them."""

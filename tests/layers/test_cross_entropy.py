@@ -1,0 +1,142 @@
+"""Vocabulary-parallel cross entropy against torch's, over whole logits without padding."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from lib.layers.cross_entropy import vocab_parallel_cross_entropy
+from lib.parallel.groups import Group
+from tests.distributed import run_on_ranks
+from tests.reference import FLOAT64
+
+_PADDED = 32
+# With 4 ranks of 8 columns: no padding; inside the last slice; exactly the last slice; inside the
+# third (the last is all padding); three ranks all padding; one real column more than a slice.
+_VOCABULARIES = (32, 27, 24, 20, 8, 3, 9)
+
+
+def drawn_logits(seed, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(4, 3, _PADDED, generator=generator, dtype=torch.float64)
+
+
+def drawn_labels(vocab_size):
+    labels = torch.randint(vocab_size, (4, 3), generator=torch.Generator().manual_seed(vocab_size))
+    labels[0, 0], labels[0, 1] = 0, vocab_size - 1
+    return labels
+
+
+def drawn_weights():
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def losses_on_rank(cases):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = Group(rank, size, dist.group.WORLD if size > 1 else None)
+    results = []
+    for logits, vocab_size in cases:
+        mine = logits.chunk(size, -1)[rank].clone().requires_grad_()
+        losses = vocab_parallel_cross_entropy(mine, drawn_labels(vocab_size), vocab_size, group)
+        (losses * drawn_weights().to(losses.dtype)).sum().backward()
+        results.append((losses.detach(), mine.grad, mine.detach()))
+    return results
+
+
+def truth(logits, vocab_size):
+    """Loss and gradient in float64; the gradient of padding columns is zero."""
+    whole = logits.double().requires_grad_()
+    losses = F.cross_entropy(
+        whole[..., :vocab_size].reshape(-1, vocab_size),
+        drawn_labels(vocab_size).reshape(-1),
+        reduction="none",
+    ).view(4, 3)
+    (losses * drawn_weights()).sum().backward()
+    return losses.detach(), whole.grad
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_equals_torch_wherever_the_padding_ends(tensor):
+    cases = [(drawn_logits(n), vocab_size) for n, vocab_size in enumerate(_VOCABULARIES)]
+    ranks = run_on_ranks(tensor, losses_on_rank, cases)
+    for number, (logits, vocab_size) in enumerate(cases):
+        losses, gradient = truth(logits, vocab_size)
+        for rank in ranks:
+            torch.testing.assert_close(rank[number][0], losses, **FLOAT64)
+        gathered = torch.cat([rank[number][1] for rank in ranks], dim=-1)
+        torch.testing.assert_close(gathered, gradient, **FLOAT64)
+        assert gathered[..., vocab_size:].eq(0).all()
+        kept = torch.cat([rank[number][2] for rank in ranks], dim=-1)
+        assert torch.equal(kept, logits)  # the caller's logits are not overwritten
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_padding_logits_are_never_seen(tensor):
+    """Whatever stands there, even infinities and the largest logit of all."""
+    clean = drawn_logits(1)
+    dirty = clean.clone()
+    dirty[..., 20:] = 1e4
+    dirty[..., 31] = math.inf
+    dirty[..., 30] = math.nan
+    ranks = run_on_ranks(tensor, losses_on_rank, [(clean, 20), (dirty, 20)])
+    for first, second in ranks:
+        assert torch.equal(first[0], second[0])
+        assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_large_logits_do_not_overflow(tensor):
+    logits = drawn_logits(2, scale=1e4)
+    for rank in run_on_ranks(tensor, losses_on_rank, [(logits, 27)]):
+        torch.testing.assert_close(rank[0][0], truth(logits, 27)[0], **FLOAT64)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_are_computed_in_fp32(tensor, dtype):
+    logits = drawn_logits(3).to(dtype)
+    ranks = run_on_ranks(tensor, losses_on_rank, [(logits, 27)])
+    losses, gradient = truth(logits, 27)
+    eps = torch.finfo(torch.float32).eps
+    for rank in ranks:
+        assert rank[0][0].dtype == torch.float32
+        # Rounding of a logit of size 10 and of a sum of 27 terms.
+        torch.testing.assert_close(rank[0][0].double(), losses, rtol=0, atol=30 * eps)
+        assert rank[0][1].dtype == dtype
+    gathered = torch.cat([rank[0][1] for rank in ranks], dim=-1).double()
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(gathered, gradient, rtol=rounding, atol=30 * eps)
+
+
+def test_one_real_token_costs_nothing():
+    losses = vocab_parallel_cross_entropy(
+        torch.randn(2, 2, 8), torch.zeros(2, 2, dtype=torch.long), 1, Group()
+    )
+    assert losses.eq(0).all()
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
+    losses = vocab_parallel_cross_entropy(
+        torch.zeros(2, 2, 256), torch.full((2, 2), 9), 200, Group()
+    )
+    torch.testing.assert_close(losses, torch.full((2, 2), math.log(200)))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 8])
+def test_gradient_by_differences(vocab_size):
+    logits = torch.randn(2, 2, 8, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[0, 4], [2, 3]])
+    assert torch.autograd.gradcheck(
+        lambda x: vocab_parallel_cross_entropy(x, labels, vocab_size, Group()), (logits,)
+    )
+
+
+def test_a_weight_of_zero_gives_no_gradient():
+    logits = torch.randn(2, 2, 8, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits, torch.zeros(2, 2, dtype=torch.long), 8, Group())
+    (losses * torch.tensor([[1.0, 0.0], [0.0, 1.0]])).sum().backward()
+    assert logits.grad[0, 1].eq(0).all()
+    assert logits.grad[1, 0].eq(0).all()
+    assert logits.grad[0, 0].ne(0).all()

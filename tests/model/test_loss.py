@@ -1,0 +1,95 @@
+"""The loss is per token: sums and counts, never a mean of means."""
+
+import numpy as np
+import pytest
+import torch
+
+from lib.model.loss import MicroBatch, micro_batch, token_losses
+from lib.pipeline.executor import run_plan
+from lib.pipeline.schedule import one_forward_one_backward
+from tests.model.models import GPT2, VOCAB_SIZE, build, drawn_tokens, fill, rough_weights
+from tests.reference import FLOAT64, plain_losses
+
+
+def rough_model():
+    model = build(GPT2)
+    fill(model, rough_weights(GPT2))
+    return model
+
+
+def test_micro_batch_shifts_by_one():
+    windows = np.array([[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 0, 0]])
+    batch = micro_batch(windows, np.array([True, True, False]))
+    assert batch.tokens_SB.T.tolist() == [[1, 2, 3], [5, 6, 7], [0, 0, 0]]
+    assert batch.labels_SB.T.tolist() == [[2, 3, 4], [6, 7, 8], [0, 0, 0]]
+    assert batch.weights_SB.T.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert batch.num_tokens == 6
+    assert (batch.tokens_SB.dtype, batch.labels_SB.dtype) == (torch.int64, torch.int64)
+    assert batch.weights_SB.dtype == torch.float32
+    assert all(
+        tensor.is_contiguous() for tensor in (batch.tokens_SB, batch.labels_SB, batch.weights_SB)
+    )
+    batch.tokens_SB.zero_()  # a copy: the windows are a map of the corpus
+    assert windows[0].tolist() == [1, 2, 3, 4]
+    moved = batch.to(torch.device("cpu"))
+    assert moved.num_tokens == 6
+    assert torch.equal(moved.labels_SB, batch.labels_SB)
+
+
+def test_fillers_do_not_count():
+    model, weights = rough_model(), rough_weights(GPT2)
+    tokens, labels = drawn_tokens(1, 3, 7)
+    windows = torch.cat((tokens, labels[:, -1:]), dim=1).numpy()
+    batch = micro_batch(windows, np.array([True, False, True]))
+    losses = token_losses(model, batch)
+    expected = plain_losses(weights, GPT2, VOCAB_SIZE, tokens, labels)
+    expected[1] = 0.0
+    torch.testing.assert_close(losses.T, expected, **FLOAT64)
+    assert batch.num_tokens == 14
+
+
+def test_only_fillers_give_a_finite_loss_of_zero_and_no_gradient():
+    """B41: no valid target at all."""
+    model = rough_model()
+    batch = micro_batch(np.zeros((2, 8), dtype=np.int64), np.zeros(2, dtype=bool))
+    assert batch.num_tokens == 0
+    loss = token_losses(model, batch).sum()
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(value.grad.eq(0).all() for value in model.parameters())
+
+
+def masked_rows(counts, length):
+    """Rows with so many counted tokens each."""
+    tokens, labels = drawn_tokens(2, len(counts), length)
+    weights = torch.zeros(len(counts), length, dtype=torch.float64)
+    for row, count in enumerate(counts):
+        weights[row, :count] = 1.0
+    return tokens, labels, weights
+
+
+def pieces(tokens, labels, weights, size):
+    return [
+        MicroBatch(t.T, y.T, w.T, int(w.sum()))
+        for t, y, w in zip(tokens.split(size), labels.split(size), weights.split(size), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [4, 2, 1])
+def test_rows_of_1_9_3_and_0_tokens_weigh_by_their_tokens(size):
+    """B36: the same loss and gradient for micro batches of 4, 2 and 1 rows."""
+    tokens, labels, counted = masked_rows((1, 9, 3, 0), 10)
+    weights = {key: value.requires_grad_() for key, value in rough_weights(GPT2).items()}
+    expected = plain_losses(weights, GPT2, VOCAB_SIZE, tokens, labels)
+    expected = (expected * counted).sum() / 13
+    expected.backward()
+    model = rough_model()
+    batches = pieces(tokens, labels, counted, size)
+    losses = run_plan(
+        one_forward_one_backward(0, 1, len(batches)),
+        lambda number: token_losses(model, batches[number]).sum(),
+        grad_scale=1.0 / sum(batch.num_tokens for batch in batches),
+    )
+    torch.testing.assert_close(torch.stack(losses).sum() / 13, expected.detach(), **FLOAT64)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[key].grad, **FLOAT64)
