@@ -1,0 +1,1 @@
+"""Atomic checkpoints, resume rules, published models and Hugging Face names."""

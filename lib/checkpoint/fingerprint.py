@@ -1,0 +1,132 @@
+"""The fingerprint: a hash of everything that defines a training trajectory, and of nothing else.
+
+Two runs with one fingerprint go through the same weights, so one may continue from the other's
+checkpoints; runs with different fingerprints never see each other's state. How far a run goes
+(``training.train_iters``), how often it looks (``eval_interval``), how it is spread over devices
+(``parallel``, ``micro_batch_size``) and what its code is are not part of it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lib.config.run_config import RunConfig
+
+# Every field of RunConfig is in exactly one of the two sets; a name stands for all below it.
+# A field in neither is an error, so that a new one is never left out by oversight.
+TRAJECTORY = frozenset(
+    {
+        "model",
+        "precision",
+        "optimizer",
+        "schedule",
+        "training.seed",
+        "training.seq_length",
+        "training.global_batch_size",
+        "training.split",
+        "data.tokens_sha256",
+        "data.tokenizer_fingerprint",
+        "data.vocab_size",
+        "data.eod_id",
+        "data.dtype",
+        "data.documents",
+        "data.tokens",
+        "data.splits",
+    }
+)
+NOT_TRAJECTORY = frozenset(
+    {
+        "parallel",
+        "checkpoint",
+        "training.micro_batch_size",
+        "training.train_iters",
+        "training.train_samples",
+        "training.eval_interval",
+        "training.eval_iters",
+        "data.prefix",
+        "derived",
+    }
+)
+# Fields of ``schedule`` that a decay form does not read: were they kept, a constant rate could
+# not be continued past its first length.
+_UNREAD = {
+    "cosine": {"wsd_decay_samples", "wsd_style"},
+    "linear": {"wsd_decay_samples", "wsd_style"},
+    "constant": {"wsd_decay_samples", "wsd_style", "decay_samples", "min_lr"},
+    "wsd": set(),
+}
+
+
+def fingerprint(run_config: RunConfig) -> str:
+    """16 hexadecimal digits that name the trajectory."""
+    text = json.dumps(fingerprint_parts(run_config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint_parts(run_config: RunConfig) -> dict[str, object]:
+    """The fields that define the trajectory, nested as in the run configuration."""
+    parts: dict[str, object] = {}
+    for name, value in leaves(run_config.model_dump(mode="json")):
+        if is_trajectory(name):
+            _set(parts, name, value)
+    schedule = parts["schedule"]
+    assert isinstance(schedule, dict)
+    for name in _UNREAD[run_config.schedule.decay]:
+        schedule.pop(name, None)
+    return parts
+
+
+def is_trajectory(name: str) -> bool:
+    """Whether a field (dotted name) belongs to the fingerprint."""
+    prefixes = {name[:end] for end, letter in enumerate(f"{name}.") if letter == "."}
+    inside, outside = bool(prefixes & TRAJECTORY), bool(prefixes & NOT_TRAJECTORY)
+    assert inside != outside, f"{name} must be in one of the lists of lib/checkpoint/fingerprint.py"
+    return inside
+
+
+def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The dotted names and the values of a nested mapping; lists are values."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def difference(parts_a: Mapping[str, object], parts_b: Mapping[str, object]) -> list[str]:
+    """What differs between two fingerprints' parts, a line for each field: ``name: a -> b``."""
+    a, b = dict(leaves(parts_a)), dict(leaves(parts_b))
+    missing = "(absent)"
+    return [
+        f"{name}: {a.get(name, missing)!r} -> {b.get(name, missing)!r}"
+        for name in sorted(a.keys() | b.keys())
+        if name not in a or name not in b or a[name] != b[name]
+    ]
+
+
+def code_hash(paths: Sequence[Path]) -> str:
+    """A hash over Python files, given one by one or as folders, relative to the project.
+
+    It depends on the files' names as given and on their bytes: not on where the project lies, on
+    the order of ``paths``, on times, or on compiled files.
+    """
+    files: set[Path] = set()
+    for path in paths:
+        files.update([path] if path.is_file() else path.rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        data = path.read_bytes()
+        digest.update(f"{path.as_posix()}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()[:16]
+
+
+def _set(tree: dict[str, object], name: str, value: object) -> None:
+    """Sets a dotted name in a nested dict, making the levels above it."""
+    *levels, leaf = name.split(".")
+    for level in levels:
+        below = tree.setdefault(level, {})
+        assert isinstance(below, dict)
+        tree = below
+    tree[leaf] = value
