@@ -1,0 +1,1 @@
+"""Loss on held-out text and generated samples."""

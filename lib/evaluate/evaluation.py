@@ -1,0 +1,185 @@
+"""Evaluates a published model: loss on held-out text and generated samples.
+
+No process group: one process reads ``model/`` and the tokenised corpus.
+"""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lib.checkpoint.published import read_model
+from lib.config.operation import EvaluateConfig
+from lib.config.run_config import RunConfig
+from lib.data.indexed_dataset import IndexedDataset
+from lib.data.samples import SampleWindows
+from lib.data.splits import describe_splits
+from lib.data.tokenizer import TextTokenizer, load_tokenizer, token_byte_lengths
+from lib.errors import UserError
+from lib.evaluate.generate import Sampling, continue_prompt, parses_as_python
+from lib.evaluate.perplexity import HeldOutLoss, measure_loss
+from lib.layers.attention import attention_backend
+from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
+from lib.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Text:
+    """A generated text: the prompt and what the model made of it."""
+
+    prompt: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A published model, ready to be asked.
+
+    Attributes:
+        config: what it was trained by.
+        tokenizer: its tokenizer.
+        model: in evaluation mode, on the device.
+    """
+
+    config: RunConfig
+    tokenizer: TextTokenizer
+    model: GPTModel
+
+
+def load_model(folder: Path) -> Evaluated:
+    """Reads ``model/`` and puts it on a GPU if there is one, in the dtype it was trained in."""
+    config, tensors = read_model(folder)
+    model = GPTModel(
+        config.model,
+        vocab_size=config.data.vocab_size,
+        padded_vocab_size=config.derived.padded_vocab_size,
+        groups=ParallelGroups(),
+        core=attention_backend("auto"),
+        part=whole_model(config.model),
+    )
+    model.load_state_dict({name: _padded(model, name, tensors[name]) for name in tensors})
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device, COMPUTE_DTYPES[config.precision.compute]).eval()
+    return Evaluated(config, load_tokenizer(folder), model)
+
+
+def _padded(model: GPTModel, name: str, value: Tensor) -> Tensor:
+    """Puts back the padding rows that a published vocabulary table lacks."""
+    rows = model.get_parameter(name).shape[0]
+    if rows == value.shape[0]:
+        return value
+    return torch.cat((value, value.new_zeros(rows - value.shape[0], *value.shape[1:])))
+
+
+def open_split(
+    evaluated: Evaluated, prefix: Path, options: EvaluateConfig
+) -> tuple[SampleWindows, int]:
+    """The samples to measure and how many of them.
+
+    Raises:
+        UserError: the split holds less than one sample.
+    """
+    training = evaluated.config.training
+    dataset = IndexedDataset(prefix)
+    facts = describe_splits(dataset, training.split, training.seq_length)[options.split]
+    if facts.samples < 1:
+        raise UserError(
+            f"evaluate.split = {options.split}: it has {facts.tokens} tokens, fewer than one "
+            f"sample of {training.seq_length + 1}; give it a larger share in training.split"
+        )
+    wanted = facts.samples
+    if options.max_tokens is not None:
+        wanted = max(1, min(wanted, options.max_tokens // training.seq_length))
+    return SampleWindows(dataset, facts, training.seq_length), wanted
+
+
+def held_out_loss(
+    evaluated: Evaluated, windows: SampleWindows, num_samples: int, advance: Callable[[int], None]
+) -> HeldOutLoss:
+    """Loss of the first ``num_samples`` windows."""
+    return measure_loss(
+        evaluated.model,
+        windows,
+        token_byte_lengths(evaluated.tokenizer),
+        batch_size=evaluated.config.training.micro_batch_size,
+        num_samples=num_samples,
+        advance=advance,
+    )
+
+
+def generate_texts(
+    evaluated: Evaluated, options: EvaluateConfig, advance: Callable[[int], None]
+) -> list[Text]:
+    """Continues the prompts in turn; without prompts, texts begin as documents do."""
+    tokenizer = evaluated.tokenizer
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        max_context=evaluated.config.training.seq_length,
+        eod_id=tokenizer.eod_id,
+    )
+    prompts = options.prompts or ("",)
+    texts: dict[int, Text] = {}
+    for index, prompt in enumerate(prompts):
+        numbers = range(index, options.num_samples, len(prompts))
+        if not numbers:
+            continue
+        # A document follows the end of another one: that is how the model saw beginnings.
+        ids = [tokenizer.eod_id, *tokenizer.encode(prompt)]
+        continuations = continue_prompt(evaluated.model, ids, numbers, sampling, advance)
+        for number, continuation in zip(numbers, continuations, strict=True):
+            texts[number] = Text(prompt, tokenizer.decode(continuation))
+    return [texts[number] for number in sorted(texts)]
+
+
+def syntax_share(texts: list[Text]) -> float:
+    """Share of texts that are valid Python up to the line at which they were cut off."""
+    return sum(parses_as_python(text.prompt + text.continuation) for text in texts) / len(texts)
+
+
+def metrics(
+    evaluated: Evaluated, loss: HeldOutLoss, texts: list[Text], options: EvaluateConfig
+) -> dict[str, object]:
+    """The flat figures of ``results/evaluate.json``."""
+    figures: dict[str, object] = {
+        "split": options.split,
+        "loss": loss.loss,
+        "perplexity": loss.perplexity,
+        "bits_per_byte": loss.bits_per_byte,
+        "unigram_entropy": loss.unigram_entropy,
+        "tokens": loss.tokens,
+        "text_bytes": loss.text_bytes,
+        "parameters": evaluated.config.derived.num_parameters,
+        "samples": len(texts),
+    }
+    if options.syntax is not None and texts:
+        figures["syntax_share"] = syntax_share(texts)
+    return figures
+
+
+def loss_by_position_csv(loss: HeldOutLoss) -> str:
+    """Mean loss at each position of the window, as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("position", "loss"))
+    for position, value in enumerate(loss.loss_by_position, start=1):
+        writer.writerow((position, f"{value:.6f}"))
+    return text.getvalue()
+
+
+def samples_markdown(texts: list[Text], figures: dict[str, object]) -> str:
+    """The generated texts as a page: the prompt in bold above each."""
+    lines = ["# Generated samples", ""]
+    if "syntax_share" in figures:
+        lines += [f"{figures['syntax_share']:.0%} of {len(texts)} parse as Python.", ""]
+    for number, text in enumerate(texts, start=1):
+        prompt = repr(text.prompt) if text.prompt else "the beginning of a document"
+        body = text.prompt + text.continuation
+        lines += [f"## {number}: after {prompt}", "", "~~~~", body, "~~~~", ""]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Launching, the training loop, metrics and signals."""

@@ -1,0 +1,84 @@
+"""What this machine offers, asked without importing torch (which takes seconds).
+
+CUDA devices are counted by the driver's own library: it honours CUDA_VISIBLE_DEVICES, MIG slices
+and containers exactly as torch will, which files under /dev and nvidia-smi do not, and it makes
+no context, so it takes no memory on the device. Without the library there is no device to use.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+from pathlib import Path
+
+_NAME_BYTES = 256
+
+
+def cuda_device_names() -> tuple[str, ...]:
+    """Names of the CUDA devices that torch will see here, in its order."""
+    if not _torch_is_built_for_cuda():
+        return ()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    return tuple(_device_name(driver, index) for index in range(count.value))
+
+
+def _device_name(driver: ctypes.CDLL, index: int) -> str:
+    device = ctypes.c_int(0)
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return "unknown"
+    if driver.cuDeviceGetName(name, _NAME_BYTES, device) != 0:
+        return "unknown"
+    return name.value.decode(errors="replace")
+
+
+def _torch_is_built_for_cuda() -> bool:
+    """Reads torch's version file: the CPU build cannot use a device, however many there are."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    version = Path(found.origin).with_name("version.py")
+    return bool(re.search(r"^cuda\b.*=\s*['\"]", version.read_text(), re.MULTILINE))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its CPU mask, or less where a container has a quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, _container_quota()))
+
+
+def _container_quota() -> int:
+    limit = Path("/sys/fs/cgroup/cpu.max")
+    if not limit.is_file():
+        return 1 << 20
+    quota, period = limit.read_text().split()
+    return 1 << 20 if quota == "max" else max(1, int(quota) // int(period))
+
+
+def choose_threads(requested: int | None, processes: int) -> int:
+    """CPU threads of each process: as asked for, else as the environment says, else a share.
+
+    torchrun would set 1 by default, at which a laptop trains at a fraction of its speed.
+    """
+    if requested is not None:
+        return requested
+    if chosen := os.environ.get("OMP_NUM_THREADS", ""):
+        return int(chosen)
+    return max(1, usable_cores() // processes)
+
+
+def cpu_name() -> str:
+    """The processor's model name."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        found = re.search(r"^model name\s*:\s*(.+)$", information.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()

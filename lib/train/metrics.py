@@ -1,0 +1,209 @@
+"""What a run reports: Megatron's log line, a row a step in CSV, and live figures in JSON.
+
+The history in the state directory is the record; ``results/`` is written from it, so a resumed
+run shows every step once although DVC deletes the results before each run.
+"""
+
+import csv
+import io
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lib.atomic import write_text_atomically
+
+TRAIN_COLUMNS = (
+    "step",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "consumed_samples",
+    "consumed_tokens",
+    "global_batch_size",
+    "loss_scale",
+    "skipped",
+    "nan",
+    "step_ms",
+    "data_wait_ms",
+    "tokens_per_second",
+    "samples_per_second",
+    "tflops_per_gpu",
+    "mfu",
+)
+VALIDATION_COLUMNS = ("step", "loss", "perplexity", "samples", "tokens")
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """Everything reported about one optimizer step; the columns of ``results/train.csv``.
+
+    Losses in nats per token, times in milliseconds; ``mfu`` is a fraction, or None for a device
+    whose peak is unknown. ``skipped`` and ``nan`` count such steps since the start of training.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    loss_scale: float
+    skipped: int
+    nan: int
+    step_ms: float
+    data_wait_ms: float
+    tokens_per_second: float
+    samples_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+
+    def as_row(self) -> dict[str, object]:
+        """The row as it stands in the history."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of one step; ``mfu`` is a fraction, or None for a device whose peak is unknown."""
+
+    tokens_per_second: float
+    samples_per_second: float
+    tflops_per_gpu: float
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Turns a step's time into rates.
+
+    Attributes:
+        samples_per_step: of all ranks together, counted once.
+        tokens_per_step: likewise.
+        flops_per_token: model FLOPs, see ``lib.model.flops``.
+        processes: devices that share the work.
+        peak_tflops: dense peak of one device, or None where unknown.
+    """
+
+    samples_per_step: int
+    tokens_per_step: int
+    flops_per_token: float
+    processes: int
+    peak_tflops: float | None
+
+    def of(self, seconds: float) -> "Rates":
+        """Rates of one step that took ``seconds``."""
+        tflops = self.tokens_per_step * self.flops_per_token / seconds / 1e12 / self.processes
+        return Rates(
+            tokens_per_second=self.tokens_per_step / seconds,
+            samples_per_second=self.samples_per_step / seconds,
+            tflops_per_gpu=tflops,
+            mfu=None if self.peak_tflops is None else tflops / self.peak_tflops,
+        )
+
+
+def log_line(rows: list[StepRow], train_iters: int) -> str:
+    """The line for the steps since the last one: means of loss and times, the rest of the last.
+
+    Fields, spelling and order are Megatron's, since people search logs for them; tokens/s,
+    samples/s and MFU follow. As there, the loss is left out where its mean is not a number.
+    """
+    last = rows[-1]
+    count = len(rows)
+    step_ms = sum(row.step_ms for row in rows) / count
+    loss = sum(row.loss for row in rows) / count
+    # Over the whole time: the mean of rates would be higher than what was done.
+    speed = last.step_ms / step_ms
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    parts = [
+        f" [{stamp}] iteration {last.step:8d}/{train_iters:8d}",
+        f" consumed samples: {last.consumed_samples:12d}",
+        f" elapsed time per iteration (ms): {step_ms:.1f}",
+        f" throughput per GPU (TFLOP/s/GPU): {last.tflops_per_gpu * speed:.1f}",
+        f" learning rate: {last.learning_rate:.6E}",
+        f" global batch size: {last.global_batch_size:5d}",
+    ]
+    if loss >= 0:
+        parts.append(f" lm loss: {loss:.6E}")
+    mfu = "n/a" if last.mfu is None else f"{last.mfu * speed:.1%}"
+    parts += [
+        f" loss scale: {last.loss_scale:.1f}",
+        f" grad norm: {last.grad_norm:.3f}",
+        f" number of skipped iterations: {last.skipped:3d}",
+        f" number of nan iterations: {last.nan:3d}",
+        f" tokens/s: {last.tokens_per_second * speed:.0f}",
+        f" samples/s: {last.samples_per_second * speed:.2f}",
+        f" MFU: {mfu}",
+    ]
+    return " |".join(parts) + " |"
+
+
+def validation_lines(step: int, loss: float, perplexity: float) -> str:
+    """Megatron's validation line between dashed rules."""
+    line = (
+        f" validation loss at iteration {step} | lm loss value: {loss:.6E} "
+        f"| lm loss PPL: {perplexity:.6E} | "
+    )
+    rule = "-" * len(line)
+    return f"{rule}\n{line}\n{rule}"
+
+
+def _csv_text(columns: tuple[str, ...], rows: list[dict[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+class ResultFiles:
+    """``train.csv``, ``validation.csv`` and the live ``train.json`` of a run.
+
+    Args:
+        folder: ``results/``.
+        train_rows: rows of the history so far, oldest first.
+        validation_rows: likewise.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        train_rows: list[dict[str, object]],
+        validation_rows: list[dict[str, object]],
+    ) -> None:
+        self.folder = folder
+        self._train = folder / "train.csv"
+        self._validation = folder / "validation.csv"
+        for path, columns, rows in (
+            (self._train, TRAIN_COLUMNS, train_rows),
+            (self._validation, VALIDATION_COLUMNS, validation_rows),
+        ):
+            write_text_atomically(path, ",".join(columns) + "\n" + _csv_text(columns, rows))
+        self._last_validation = validation_rows[-1] if validation_rows else None
+
+    def add_step(self, row: dict[str, object]) -> None:
+        """Appends a step's row."""
+        with self._train.open("a") as file:
+            file.write(_csv_text(TRAIN_COLUMNS, [row]))
+
+    def add_validation(self, row: dict[str, object]) -> None:
+        """Appends a validation's row."""
+        self._last_validation = row
+        with self._validation.open("a") as file:
+            file.write(_csv_text(VALIDATION_COLUMNS, [row]))
+
+    def write_live(self, row: dict[str, object], train_iters: int) -> None:
+        """Replaces ``train.json`` by the figures of the latest step."""
+        keep = ("step", "loss", "learning_rate", "grad_norm", "consumed_tokens")
+        live: dict[str, object] = {"train_iters": train_iters}
+        live |= {name: row[name] for name in keep}
+        live |= {name: row[name] for name in ("tokens_per_second", "mfu")}
+        if self._last_validation is not None:
+            live["validation_loss"] = self._last_validation["loss"]
+            live["validation_step"] = self._last_validation["step"]
+        for name, value in live.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                live[name] = None  # JSON has no NaN
+        text = json.dumps(live, indent=2) + "\n"
+        write_text_atomically(self.folder / "train.json", text)

@@ -1,0 +1,114 @@
+"""Command: measures this machine's speed at the two long jobs, beside what one could do plainly.
+
+Figures of shared or throttled machines drift from minute to minute; the ratios, taken turn by
+turn in one process, are what to compare.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from lib.cli import stage_command
+from lib.config.params_file import read_params
+from lib.config.run_config import Params, resolve_model
+from lib.console import table
+from lib.errors import UserError
+from lib.train.hardware import cpu_name, usable_cores
+
+VOCABULARY = 4096
+
+
+@stage_command
+@click.option("--rounds", default=5, show_default=True, help="Measurements of each kind.")
+@click.option("--megabytes", default=8.0, show_default=True, help="Text to tokenise, MB.")
+def main(params: Path, rounds: int, megabytes: float) -> None:
+    """Measures tokenising and training with the parameters of params.yaml.
+
+    Tokenising is compared with the tokenizers library alone on the same text in memory, training
+    with a plain torch loop over the same model. Tokenising needs data/raw and data/tokenizer
+    (dvc repro prepare_tokenizer).
+    """
+    sections = Params.from_file(read_params(params))
+    table(f"tokenising on {usable_cores()} cores", measure_tokenising(rounds, megabytes))
+    table("training", measure_training(sections, rounds))
+
+
+def medians(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each job, the jobs taking turns after one round to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for number in range(rounds + 1):
+        for name, job in jobs.items():
+            started = time.perf_counter()
+            job()
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def measure_tokenising(rounds: int, megabytes: float) -> list[tuple[str, str]]:
+    """Text to ids: our way and the library's, in MB/s.
+
+    Raises:
+        UserError: there is no corpus or no tokenizer yet.
+    """
+    from lib.data.shards import iter_raw_documents
+    from lib.data.tokenizer import load_tokenizer
+
+    raw, folder = Path("data/raw"), Path("data/tokenizer")
+    if not (raw / "manifest.json").is_file() or not (folder / "tokenizer.json").is_file():
+        raise UserError("data/raw or data/tokenizer is not there; run: dvc repro prepare_tokenizer")
+    tokenizer = load_tokenizer(folder)
+    texts: list[str] = []
+    size = 0
+    for document in iter_raw_documents(raw):
+        texts.append(document.text)
+        size += len(document.text.encode())
+        if size >= megabytes * 1e6:
+            break
+    backend = tokenizer.backend
+    took = medians(
+        {
+            "ours": lambda: sum(ids.size for ids in tokenizer.encode_many(texts)),
+            "library": lambda: backend.encode_batch_fast(texts, add_special_tokens=False),
+        },
+        rounds,
+    )
+    return [
+        ("text", f"{size / 1e6:.1f} MB in {len(texts):,} documents"),
+        ("Drydock", f"{size / 1e6 / took['ours']:.2f} MB/s"),
+        ("tokenizers alone", f"{size / 1e6 / took['library']:.2f} MB/s"),
+        ("ratio", f"{took['library'] / took['ours']:.3f}"),
+    ]
+
+
+def measure_training(sections: Params, rounds: int) -> list[tuple[str, str]]:
+    """One optimizer step of the model in params.yaml: the real parts and a plain loop."""
+    from lib.workflow.speed import OneRank, compared_steps
+
+    training = sections.training
+    model = resolve_model(sections.model, training.seq_length)
+    with OneRank() as device:
+        ours, plain = compared_steps(
+            model,
+            compute=sections.precision.compute,
+            vocab_size=VOCABULARY,
+            shape=(training.seq_length, training.micro_batch_size),
+            micro_batches=training.global_batch_size // training.micro_batch_size,
+            device=device,
+        )
+        took = medians({"ours": ours, "plain": plain}, rounds)
+    tokens = training.global_batch_size * training.seq_length
+    return [
+        ("device", cpu_name() if device.type == "cpu" else str(device)),
+        ("one step", f"{tokens:,} random tokens, {sections.precision.compute}"),
+        ("Drydock", f"{tokens / took['ours']:,.0f} tokens/s"),
+        ("plain torch loop", f"{tokens / took['plain']:,.0f} tokens/s"),
+        ("ratio", f"{took['plain'] / took['ours']:.3f}"),
+    ]
+
+
+if __name__ == "__main__":
+    main()

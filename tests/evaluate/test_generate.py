@@ -1,0 +1,103 @@
+"""Generated text: greedy against argmax by hand, draws that depend on a text's number alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lib.evaluate.generate import Sampling, continue_prompt, next_tokens, parses_as_python
+from tests.evaluate.test_perplexity import model, prefix  # noqa: F401
+
+SAMPLING = Sampling(max_new_tokens=8, temperature=1.0, top_k=None, seed=3, max_context=16, eod_id=0)
+
+
+def ignore(_finished):
+    return None
+
+
+def test_greedy_takes_the_likeliest_token_each_time(model):  # noqa: F811
+    tokens = [5, 17, 250]
+    for _ in range(8):
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens)[:, None])[-1, 0, :300]
+        tokens.append(int(logits.argmax()))
+    greedy = replace(SAMPLING, temperature=0.0)
+    one_best = replace(SAMPLING, top_k=1)
+    for sampling in (greedy, one_best):
+        (found,) = continue_prompt(model, [5, 17, 250], [0], sampling, ignore)
+        assert found == tokens[3:]
+
+
+def test_a_text_depends_on_its_number_alone(model):  # noqa: F811
+    together = continue_prompt(model, [5, 17], range(4), SAMPLING, ignore)
+    alone = [continue_prompt(model, [5, 17], [number], SAMPLING, ignore)[0] for number in range(4)]
+    assert together == alone
+    assert len({tuple(text) for text in together}) == 4
+    other_seed = continue_prompt(model, [5, 17], range(4), replace(SAMPLING, seed=4), ignore)
+    assert other_seed != together
+
+
+def test_the_context_is_cut_to_the_latest_tokens(model):  # noqa: F811
+    greedy = replace(SAMPLING, temperature=0.0, max_new_tokens=1)
+    prompt = list(range(1, 41))
+    assert continue_prompt(model, prompt, [0], greedy, ignore) == continue_prompt(
+        model, prompt[-16:], [0], greedy, ignore
+    )
+
+
+class Countdown(torch.nn.Module):
+    """Says token n - 1 after token n, and so comes to 0."""
+
+    vocab_size = 10
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens_SB):
+        return torch.nn.functional.one_hot((tokens_SB - 1) % 10, 16).float() * 1e4
+
+
+def test_a_text_ends_at_the_end_of_document_and_others_go_on():
+    finished = []
+    (text,) = continue_prompt(Countdown(), [9, 4], [0], SAMPLING, finished.append)
+    assert text == [3, 2, 1]
+    assert sum(finished) == 4
+
+
+def test_padding_is_never_drawn():
+    class Padded(Countdown):
+        def forward(self, tokens_SB):
+            logits = super().forward(tokens_SB)
+            logits[..., 10:] = 1e9
+            return logits
+
+    (text,) = continue_prompt(Padded(), [3], [0], SAMPLING, ignore)
+    assert text == [2, 1]
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    generator = torch.Generator().manual_seed(0)
+    sampling = replace(SAMPLING, temperature=0.5, top_k=3)
+    count = 4000
+    draws = torch.cat([next_tokens(logits, sampling, [generator]) for _ in range(count)])
+    shares = torch.bincount(draws, minlength=4) / count
+    expected = (logits[0, :3] / 0.5).softmax(0)
+    assert shares[3] == 0
+    assert torch.allclose(shares[:3], expected, atol=4 * 0.5 / count**0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "parses"),
+    [
+        ("def f(x):\n    return x\n\nx = f(", True),
+        ("def f(x):\n    return (x\n\nx = 1\ny", False),
+        ("import os\nimport", True),
+        ("a b c\n", False),
+        ("x = '\x00'\n", False),
+        ("", True),
+    ],
+)
+def test_parses_up_to_the_line_that_was_cut(text, parses):
+    assert parses_as_python(text) == parses

@@ -1,0 +1,58 @@
+"""What the machine offers, against what the system and torch say."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.train import hardware
+from lib.train.hardware import choose_threads, cuda_device_names, usable_cores
+
+
+def test_cuda_devices_are_those_that_torch_sees() -> None:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    assert list(cuda_device_names()) == names
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("cuda: Optional[str] = None\n", False),
+        ("cuda: Optional[str] = '13.0'\n", True),
+        ("cuda = '12.8'\n", True),
+        ("cudart = '1'\ncuda: Optional[str] = None\n", False),
+    ],
+)
+def test_build_of_torch_is_read_from_its_version_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, answer: bool
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(f"__version__ = '2'\n{line}")
+
+    class Found:
+        origin = str(package / "__init__.py")
+
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda _name: Found())
+    assert hardware._torch_is_built_for_cuda() is answer
+
+
+def test_usable_cores_are_those_of_the_mask() -> None:
+    assert usable_cores() <= len(os.sched_getaffinity(0))
+    mask = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mask)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, mask)
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 8)
+    assert [choose_threads(None, processes) for processes in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    assert choose_threads(5, 2) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [choose_threads(None, 2), choose_threads(5, 2)] == [3, 5]

@@ -1,0 +1,98 @@
+"""A stand-in for stages/pretrain.py: parent mode launches, worker mode obeys its first argument.
+
+Worker modes: ``done``, ``user_error``, ``crash`` (of rank 1), ``lose_a_peer`` (rank 1 is killed
+and rank 0 fails over it), ``train`` (until told to stop, then save), ``stuck`` (never looks at the
+flag), ``warn``, ``environment``.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from lib.console import say, warn
+from lib.errors import UserError
+from lib.train.launch import LaunchOptions, launch
+from lib.train.signals import StopFlag
+from lib.train.worker import Stopped, is_worker, worker_device, worker_session
+
+RANK = os.environ.get("RANK", "")
+
+
+def train(folder: Path, stop: StopFlag) -> None:
+    (folder / f"training.{RANK}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if stop.requested:
+            time.sleep(0.5)  # a save takes its time
+            (folder / f"saved.{RANK}").write_text(str(stop.signal))
+            raise Stopped("saved iteration 7")
+        time.sleep(0.02)
+
+
+def stay_deaf(folder: Path, _stop: StopFlag) -> None:
+    (folder / f"training.{RANK}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def break_a_users_rule(_folder: Path, _stop: StopFlag) -> None:
+    raise UserError("data/tokens: the index is missing; run tokenize_corpus")
+
+
+def crash(_folder: Path, _stop: StopFlag) -> None:
+    if RANK == "1":
+        sys.stderr.write("a line that libraries write\n")
+        raise ZeroDivisionError("one over nothing")
+    time.sleep(60)
+
+
+def lose_a_peer(_folder: Path, stop: StopFlag) -> None:
+    if RANK == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not stop.requested:
+        time.sleep(0.02)
+    raise ConnectionError("connection closed by peer")
+
+
+def speak(_folder: Path, _stop: StopFlag) -> None:
+    warn("the schedule is longer than the training")
+    say("hello from the worker")
+
+
+def note_environment(folder: Path, _stop: StopFlag) -> None:
+    told = {"threads": os.environ["OMP_NUM_THREADS"], "device": worker_device()}
+    (folder / f"environment.{RANK}").write_text(json.dumps(told))
+
+
+MODES = {
+    "done": lambda _folder, _stop: None,
+    "train": train,
+    "stuck": stay_deaf,
+    "user_error": break_a_users_rule,
+    "crash": crash,
+    "lose_a_peer": lose_a_peer,
+    "warn": speak,
+    "environment": note_environment,
+}
+
+
+def main() -> None:
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    if is_worker():
+        with worker_session() as stop:
+            MODES[mode](folder, stop)
+        return
+    options = LaunchOptions(
+        device="cpu",
+        processes=int(sys.argv[3]),
+        threads=None if sys.argv[4] == "-" else int(sys.argv[4]),
+        stop_timeout_s=float(sys.argv[5]),
+        log_dir=folder / "logs",
+    )
+    sys.exit(launch("toy_stage", sys.argv[1:3], options))
+
+
+if __name__ == "__main__":
+    main()

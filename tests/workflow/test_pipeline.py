@@ -1,0 +1,92 @@
+"""What reruns what: the real pipeline with tiny parameters, changed in one way after another.
+
+One scratch copy serves all tests, in the order in which they stand; each leaves it up to date.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lib.atomic import sha256_of
+from lib.workflow.scratch import apply_preset, run_module, run_pipeline, scratch_copy
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ["download_corpus", "prepare_tokenizer", "tokenize_corpus", "validate_config"]
+STAGES += ["pretrain", "evaluate"]
+TRAINED = ["validate_config", "pretrain", "evaluate"]
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[Path]:
+    with scratch_copy(ROOT) as copy:
+        apply_preset(copy, "smoke")
+        yield copy
+
+
+@pytest.fixture(scope="module")
+def first_run(project: Path) -> list[str]:
+    return run_pipeline(project).stages
+
+
+def set_params(project: Path, text: str) -> None:
+    """Applies ``text`` as a preset."""
+    (project / "params" / "change.yaml").write_text(text)
+    apply_preset(project, "change")
+
+
+def test_life_of_a_project(
+    project: Path, first_run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert first_run == STAGES
+    weights = project / "model" / "model.safetensors"
+    original = sha256_of(weights)
+
+    set_params(project, "launch: {stop_timeout_s: 500}\nruntime: {log_interval: 4}\n")
+    assert run_pipeline(project).stages == [], "how to run is nobody's dependency"
+
+    capsys.readouterr()
+    set_params(project, "optimizer: {lr: 1.0e-3}\n")
+    assert run_pipeline(project).stages == TRAINED
+    assert "starting at iteration 0" in capsys.readouterr().out, "never another's weights"
+    assert sha256_of(weights) != original
+
+    set_params(project, "optimizer: {lr: 2.0e-3}\n")
+    assert run_pipeline(project).stages == [], "old parameters: results come from the run cache"
+    assert sha256_of(weights) == original
+
+    capsys.readouterr()
+    set_params(project, "training: {train_iters: 26}\n")
+    assert run_pipeline(project).stages == TRAINED
+    assert "continuing from iteration 20 of 26" in capsys.readouterr().out
+    table = (project / "results" / "train.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in table[1:]] == [str(step) for step in range(1, 27)]
+
+    set_params(project, "evaluate: {num_samples: 1}\n")
+    assert run_pipeline(project).stages == ["evaluate"]
+
+
+def test_big_data_is_on_disk_once(project: Path, first_run: list[str]) -> None:
+    """Outputs are hard links into DVC's cache."""
+    assert first_run
+    for name in ("data/tokens/corpus_text_document.bin", "data/raw/corpus-00000.jsonl.zst"):
+        assert (project / name).stat().st_nlink > 1
+    assert (project / "model" / "model.safetensors").stat().st_nlink > 1
+
+
+def test_compiled_code_is_no_change_and_a_comment_is(project: Path, first_run: list[str]) -> None:
+    """An edit of lib/train reruns pretrain and what follows, never the data stages."""
+    assert first_run
+    run_module(project, "compileall", "-q", "lib", "stages")
+    assert run_pipeline(project).stages == []
+    with (project / "lib" / "train" / "loop.py").open("a") as file:
+        file.write("# a comment\n")
+    assert run_pipeline(project).stages == ["pretrain", "evaluate"]
+
+
+def test_lost_output_comes_back_from_the_cache(project: Path, first_run: list[str]) -> None:
+    assert first_run
+    shutil.rmtree(project / "data" / "tokens")
+    assert run_pipeline(project).stages == []
+    assert (project / "data" / "tokens" / "manifest.json").is_file()
