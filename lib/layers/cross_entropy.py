@@ -31,7 +31,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         columns = logits_SBV.shape[-1]
         first = group.rank * columns
-        # An fp32 copy: it becomes the softmax in place, the one large tensor kept for backward.
+        # An fp32 copy: exponentials replace it in place, the one large tensor kept for backward.
         z_SBV = logits_SBV.to(torch.promote_types(logits_SBV.dtype, torch.float32), copy=True)
         z_SBV[..., max(0, vocab_size - first) :] = float("-inf")
         z_SBV -= all_reduce(z_SBV.amax(-1), group, dist.ReduceOp.MAX).unsqueeze(-1)
@@ -42,17 +42,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         target_SB = all_reduce(target_SB.masked_fill(elsewhere_SB, 0.0), group)
         z_SBV.exp_()
         total_SB = all_reduce(z_SBV.sum(-1), group)
-        z_SBV /= total_SB.unsqueeze(-1)
-        ctx.save_for_backward(z_SBV, index_SB, elsewhere_SB)
+        ctx.save_for_backward(z_SBV, total_SB, index_SB, elsewhere_SB)
         ctx.logits_dtype = logits_SBV.dtype
         return total_SB.log() - target_SB
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        softmax_SBV, index_SB, elsewhere_SB = ctx.saved_tensors
-        one_SB1 = (~elsewhere_SB).to(softmax_SBV.dtype).unsqueeze(-1)
-        grad_SBV = softmax_SBV.scatter_add(-1, index_SB.unsqueeze(-1), -one_SB1)
-        grad_SBV *= grads[0].unsqueeze(-1)
+        exp_SBV, total_SB, index_SB, elsewhere_SB = ctx.saved_tensors
+        # One pass over the large tensor: the softmax's divisor goes with the incoming gradient.
+        grad_SBV = exp_SBV * (grads[0] / total_SB).unsqueeze(-1)
+        label_SB = grads[0].to(grad_SBV.dtype).masked_fill(elsewhere_SB, 0.0)
+        grad_SBV.scatter_add_(-1, index_SB.unsqueeze(-1), -label_SB.unsqueeze(-1))
         return grad_SBV.to(ctx.logits_dtype), None, None, None
 
 

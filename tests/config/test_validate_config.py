@@ -90,8 +90,10 @@ def test_the_stage_writes_the_run_configuration_and_says_what_it_is(folder: Path
     train = config.data.splits["train"]
     assert (train.documents, train.tokens, train.samples) == ((0, 180), 18_000, 70)
     assert config.data.splits["test"].documents == (190, 200)
-    assert config.derived.epochs == 300 * 16 / 70
-    for text in ("parameters", "tokens per step", "4,096", "68.57: each sample", "180 documents"):
+    epochs = config.training.train_iters * 16 / 70
+    assert config.derived.epochs == epochs
+    shown = f"{epochs:.2f}: each sample"
+    for text in ("parameters", "tokens per step", "4,096", shown, "180 documents"):
         assert text in done.stdout
     first = path.read_bytes()
     assert run(folder).returncode == 0
