@@ -67,7 +67,13 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def store_on_mesh(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replaces every parameter of ``module`` by a DTensor on the tensor-parallel mesh."""
+    """Replaces every parameter of ``module`` by a DTensor on the tensor-parallel mesh.
+
+    On a mesh of one process nothing is cut and parameters stay plain: as a DTensor each use costs
+    about 0.1 ms of host time, which on one H200 nearly halved the speed of a 90M model.
+    """
+    if mesh.size() == 1:
+        return
     stored: dict[int, nn.Parameter] = {}  # a tied parameter stays one parameter
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):

@@ -14,7 +14,7 @@ from lib.optim.optimizer import build_optimizer, set_learning_rate
 from lib.parallel.collectives import all_reduce
 from lib.parallel.data_parallel import reshard, set_gradient_sync, shard_data_parallel
 from lib.parallel.mesh import build_mesh, groups_of
-from lib.parallel.storage import replica, store_on_mesh
+from lib.parallel.storage import local, replica, store_on_mesh
 from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import forward_only, one_forward_one_backward
 from tests.distributed import run_on_ranks
@@ -187,7 +187,7 @@ class OneWeight(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x):
-        weight = self.weight.to_local()
+        weight = local(self.weight)
         assert weight.dtype == torch.bfloat16
         return (weight * x.to(weight.dtype)).sum()
 

@@ -58,7 +58,19 @@ def stored_on_rank(config):
     return whole, type(table.grad) is DTensor, dims
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+def plain_on_rank():
+    mesh = build_mesh("cpu", tensor=1, pipeline=1, data=1)
+    model = build(GPT2, tp=groups_of(mesh).tp)
+    before = list(model.parameters())
+    store_on_mesh(model, mesh["tp"])
+    return [now is then for now, then in zip(model.parameters(), before, strict=True)]
+
+
+def test_on_a_mesh_of_one_process_parameters_stay_plain():
+    assert all(run_on_ranks(1, plain_on_rank)[0])
+
+
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("config", [GPT2, QWEN], ids=["gpt2", "qwen"])
 def test_store_on_mesh_keeps_names_values_and_cuts(size, config):
     expected = dict(build(config).named_parameters())
