@@ -66,7 +66,7 @@ clean: ## removes caches of the tools and drawn plots; no data, model, results o
 	rm -rf dvc_plots .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find lib stages kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-clean-state: setup ## removes training states (checkpoints) that no run is using
+clean-state: setup ## removes checkpoints of finished and superseded runs, not of the present one
 	@python -m stages.clean_state
 
 preset: setup

@@ -22,6 +22,7 @@ from lib.errors import UserError
 P = ParamSpec("P")
 
 _PR_SET_PDEATHSIG = 1
+_SETTINGS = {"max_content_width": 100}
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
@@ -45,6 +46,23 @@ def stage_command(function: Callable[P, None]) -> click.Command:
     Adds ``--params FILE``, passed on as ``params: Path``, and turns a ``UserError`` into one
     line on standard error with exit status 1.
     """
+    option = click.option(
+        "--params",
+        type=click.Path(path_type=Path),
+        default=Path("params.yaml"),
+        show_default=True,
+        help="The parameter file; every hyperparameter lives there.",
+    )
+    return click.command(context_settings=_SETTINGS)(option(_guarded(function)))
+
+
+def plain_command(function: Callable[P, None]) -> click.Command:
+    """As ``stage_command``, for a command that reads no parameters."""
+    return click.command(context_settings=_SETTINGS)(_guarded(function))
+
+
+def _guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """The function with a stage's manners: dies with its parent, ends in one line."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -65,11 +83,4 @@ def stage_command(function: Callable[P, None]) -> click.Command:
             fail("interrupted")
             raise SystemExit(130) from None
 
-    option = click.option(
-        "--params",
-        type=click.Path(path_type=Path),
-        default=Path("params.yaml"),
-        show_default=True,
-        help="The parameter file; every hyperparameter lives there.",
-    )
-    return click.command(context_settings={"max_content_width": 100})(option(guarded))
+    return guarded

@@ -7,7 +7,7 @@ plain lines appear at most every five seconds, since redrawn bars turn into nois
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -120,6 +120,26 @@ def progress(description: str, total: int | None, unit: str) -> Iterator[Counter
         yield counter
         say(counter.line())
         return
+    with _bar(sys.stderr) as bar:
+        counter.show_as_bar(bar)
+        yield counter
+
+
+@contextmanager
+def bar_on_terminal(description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """A bar below the lines that are said meanwhile; nothing where there is no terminal.
+
+    Gives the function that advances it. For work that tells its progress in lines anyway.
+    """
+    if not sys.stdout.isatty():
+        yield lambda _amount: None
+        return
+    with _bar(sys.stdout) as bar:
+        task = bar.add_task(description, total=total, unit=unit)
+        yield lambda amount: bar.advance(task, amount)
+
+
+def _bar(stream: TextIO) -> Progress:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -129,9 +149,7 @@ def progress(description: str, total: int | None, unit: str) -> Iterator[Counter
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        counter.show_as_bar(bar)
-        yield counter
+    return Progress(*columns, console=Console(file=stream))
 
 
 def table(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import click
 
+from lib.cli import plain_command
 from lib.console import say
 from lib.workflow.import_closure import check_workflow
 
 
-@click.command(context_settings={"max_content_width": 100})
+@plain_command
 @click.option(
     "--workflow",
     type=click.Path(path_type=Path),

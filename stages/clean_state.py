@@ -1,46 +1,136 @@
-"""Command: removes the training states, except those that a run is using.
+"""Command: removes training states that nothing needs any more.
 
 A state (state/FINGERPRINT) holds the checkpoints, with optimizer, of one configuration. Published
 models do not need it; continuing or extending a run does.
 """
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import click
+import psutil
 
+from lib.atomic import PARTIAL_SUFFIX
+from lib.checkpoint.directory import iterations
 from lib.checkpoint.lock import lock
+from lib.checkpoint.resume import RECORD, state_path
+from lib.cli import plain_command
+from lib.config.project import state_root
+from lib.config.run_config import RunConfig
 from lib.console import say
 from lib.errors import UserError
 
+RUN_CONFIG = Path("outputs/run_config.json")
+# A state, one put aside, either half removed. Nothing else in the folder is ours to remove.
+_STATE = re.compile(
+    rf"(?P<fingerprint>[0-9a-f]{{16}})(?P<superseded>\.superseded-\d+)?"
+    rf"(?P<partial>{re.escape(PARTIAL_SUFFIX)})?"
+)
+_LAUNCH_LOG = re.compile(r"launch\.(\d+)\.stderr")
 
-@click.command(context_settings={"max_content_width": 100})
+
+@plain_command
 @click.option(
     "--root",
     type=click.Path(path_type=Path),
-    default=Path("state"),
-    show_default=True,
-    help="Folder of the states.",
+    help="Folder of the states.  [default: $DRYDOCK_STATE, else state/]",
 )
-def main(root: Path) -> None:
-    """Removes all states under ROOT; a run continued afterwards starts from the beginning.
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Also remove unfinished states and that of the present configuration.",
+)
+def main(root: Path | None, everything: bool) -> None:
+    """Removes the training states that are finished or superseded, and says what it keeps and why.
 
-    A state that a running training holds is kept.
+    The state of outputs/run_config.json stays, so that its run can still be made longer, and so
+    do unfinished states, which hold work. With --all they go too, and their runs would start from
+    the beginning. A state that a running training holds is kept in any case.
     """
-    folders = sorted(path for path in root.glob("*") if path.is_dir())
-    for folder in folders:
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        try:
-            with lock(folder, wait_s=0):
-                shutil.rmtree(folder)
-        except UserError as in_use:
-            say(f"kept {folder}: {in_use}")
-        else:
-            say(f"removed {folder} ({size / 1e6:,.1f} MB)")
-    for left_log in root.glob("launch.*.stderr"):
-        left_log.unlink()
-    if not folders:
+    root = state_root() if root is None else root
+    present = None
+    if not everything and RUN_CONFIG.exists():
+        present = state_path(root, RunConfig.load(RUN_CONFIG)).name
+    names = sorted(path.name for path in root.glob("*") if path.is_dir())
+    states = [name for name in names if _STATE.fullmatch(name)]
+    kept = 0
+    for name in states:
+        reason = _remove(root / name, present, everything=everything)
+        if reason:
+            say(f"kept {root / name}: {reason}")
+            kept += 1
+    remove_logs_of_the_dead(root)
+    if not states:
         say(f"no states in {root}")
+    elif kept and not everything:
+        say("python -m stages.clean_state --all removes these too, unless a training holds them")
+
+
+def _remove(state: Path, present: str | None, *, everything: bool) -> str | None:
+    """Removes a state, or gives the reason why it stays."""
+    found = _STATE.fullmatch(state.name)
+    assert found is not None
+    # Whoever puts a state aside holds the lock of the one that takes its place.
+    successor = state.with_name(found["fingerprint"])
+    try:
+        with lock(successor if successor.is_dir() else state, wait_s=0):
+            reason = None
+            if not everything and not found["superseded"] and not found["partial"]:
+                reason = reason_to_keep(state, present)
+            if reason is None:
+                _take_apart(state)
+            return reason
+    except UserError as in_use:
+        return str(in_use)
+
+
+def reason_to_keep(state: Path, present: str | None) -> str | None:
+    """Why a state that was not superseded should stay; None if it may go.
+
+    Args:
+        state: its folder, locked.
+        present: name of the state of the present run configuration, if there is one.
+    """
+    if state.name == present:
+        return f"it is that of {RUN_CONFIG}"
+    try:
+        is_finished = json.loads((state / RECORD).read_bytes())["finished"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"its {RECORD} does not say whether it is finished"
+    if is_finished is True:
+        return None
+    saved = iterations(state)
+    return f"it is unfinished, {f'at iteration {saved[-1]}' if saved else 'without a checkpoint'}"
+
+
+def _take_apart(state: Path) -> None:
+    """Removes a state under another name: no kill leaves half of one to be continued.
+
+    Raises:
+        UserError: the disk or the permissions do not let it.
+    """
+    partial = state.with_name(state.name.removesuffix(PARTIAL_SUFFIX) + PARTIAL_SUFFIX)
+    try:
+        size = sum(file.stat().st_size for file in state.rglob("*") if file.is_file())
+        if state != partial:
+            shutil.rmtree(partial, ignore_errors=True)
+            state.rename(partial)
+        shutil.rmtree(partial)
+    except OSError as error:
+        raise UserError(f"it cannot be removed: {error}") from None
+    say(f"removed {state} ({size / 1e6:,.1f} MB)")
+
+
+def remove_logs_of_the_dead(root: Path) -> None:
+    """Removes the standard error that launchers left behind, unless they live."""
+    for log in sorted(root.glob("launch.*.stderr")):
+        named = _LAUNCH_LOG.fullmatch(log.name)
+        if named and not psutil.pid_exists(int(named[1])):
+            log.unlink(missing_ok=True)
+            say(f"removed {log}")
 
 
 if __name__ == "__main__":

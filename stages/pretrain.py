@@ -4,7 +4,6 @@ This module runs twice. A person (or DVC) starts the launcher, which chooses dev
 and starts torchrun; torchrun starts this module again as the workers, which train.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,21 +11,15 @@ from lib.cli import stage_command
 from lib.config.launch_plan import choose_device, process_count
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.params_file import read_params
+from lib.config.project import stage_code, state_root
 from lib.config.run_config import RunConfig
 from lib.console import say
-from lib.train.code import stage_code
 from lib.train.hardware import cuda_device_names
 from lib.train.launch import LaunchOptions, launch
 from lib.train.worker import is_worker, worker_session
 
 RUN_CONFIG = Path("outputs/run_config.json")
 DATA_TOKENIZER = Path("data/tokenizer")
-
-
-def state_root() -> Path:
-    """Where states live: beside the original project, also in DVC's temporary experiments."""
-    chosen = os.environ.get("DRYDOCK_STATE")
-    return Path(chosen) if chosen else Path(os.environ.get("DVC_ROOT", ".")) / "state"
 
 
 @stage_command

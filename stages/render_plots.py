@@ -11,7 +11,9 @@ import click
 import vl_convert
 
 from lib.atomic import write_text_atomically
+from lib.cli import plain_command
 from lib.console import say
+from lib.errors import UserError
 
 TEMPLATE = Path(".dvc/offline_plots.html")  # as .dvc/config names it
 _VEGA_LITE = "5.21"  # the newest of the major version that DVC writes its plots in
@@ -33,7 +35,7 @@ SCRIPTS
 """
 
 
-@click.command(context_settings={"max_content_width": 100})
+@plain_command
 @click.option("--template-only", is_flag=True, help="Write the page's template and stop.")
 @click.option(
     "--output",
@@ -54,7 +56,7 @@ def main(template_only: bool, output: Path) -> None:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     page = output / "index.html"
     if done.returncode != 0 or not page.is_file():
-        raise click.ClickException("dvc plots show drew nothing: is there a results/*.csv?")
+        raise UserError("dvc plots show drew nothing: is there a results/*.csv?")
     say(f"open {page.resolve()} in a browser")
 
 

@@ -1,33 +1,22 @@
 """Command: runs the real pipeline with tiny parameters, and sees that a rerun does nothing."""
 
-import signal
-import sys
 import time
 from pathlib import Path
 
 import click
 
+from lib.cli import plain_command
 from lib.console import table
 from lib.errors import UserError
 from lib.workflow.scratch import apply_preset, run_pipeline, scratch_copy
 
 
-@click.command(context_settings={"max_content_width": 100})
+@plain_command
 @click.option("--preset", default="smoke", show_default=True, help="Parameters: params/NAME.yaml.")
 def main(preset: str) -> None:
-    """Runs every stage with the parameters of a preset, then checks that a rerun does nothing."""
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    try:
-        smoke(preset)
-    except UserError as error:
-        raise click.ClickException(str(error)) from None
+    """Runs every stage with the parameters of a preset, then checks that a rerun does nothing.
 
-
-def smoke(preset: str) -> None:
-    """Runs the pipeline twice in a scratch copy and prints the seconds of each stage.
-
-    Raises:
-        UserError: a run failed, or the second one found something to do.
+    All in a scratch copy of the project; prints the seconds of each stage.
     """
     with scratch_copy(Path.cwd()) as project:
         apply_preset(project, preset)

@@ -1,11 +1,11 @@
 """Prints what a run came to: `make repro` ends with it."""
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import click
-
+from lib.cli import plain_command
 from lib.config.run_config import RunConfig
 from lib.console import say, table
 from lib.errors import UserError
@@ -16,18 +16,51 @@ NEXT_STEPS = """What to try next:
   raise training.train_iters           the finished run continues from its last checkpoint
   make plots                           loss curves as a page that opens without a network
   params/*.yaml                        presets; `make repro PRESET=laptop` takes one"""
+_REMEDY = "run `make repro` to its end first"
 
 
-@click.command()
+@dataclass(frozen=True)
+class Figures:
+    """A results file of named figures."""
+
+    path: Path
+    values: dict[str, object]
+
+    @classmethod
+    def load(cls, path: Path) -> "Figures":
+        """Reads the file.
+
+        Raises:
+            UserError: it is not there or is damaged.
+        """
+        try:
+            values = json.loads(_read(path))
+        except ValueError as error:
+            raise UserError(f"{path}: damaged ({error}); {_REMEDY}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: damaged (no mapping of figures); {_REMEDY}")
+        return cls(path, values)
+
+    def show(self, name: str, form: str, unit: str = "") -> str:
+        """One figure as text; null stands for one that is not finite (a step that went wrong).
+
+        Raises:
+            UserError: there is no such figure.
+        """
+        value = self.values.get(name, "missing")
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            return "not finite"
+        if not isinstance(value, int | float):
+            raise UserError(f"{self.path}: {name} is {value}, not a number; {_REMEDY}")
+        return f"{value:{form}}{unit}"
+
+
+@plain_command
 def main() -> None:
     """Shows parameters, tokens, losses, speed, a sample and where everything is."""
-    try:
-        figures = read_figures()
-    except UserError as error:
-        say(str(error))
-        raise SystemExit(1) from None
+    figures, sample = read_figures(), first_sample()
     table("this run", figures)
-    say(first_sample())
+    say(sample)
     say(NEXT_STEPS)
 
 
@@ -38,49 +71,57 @@ def read_figures() -> list[tuple[str, str]]:
         UserError: the pipeline has not run to its end.
     """
     config = RunConfig.load(Path("model/run_config.json"))
-    train, evaluated = read_json("results/train.json"), read_json("results/evaluate.json")
+    train = Figures.load(Path("results/train.json"))
+    evaluated = Figures.load(Path("results/evaluate.json"))
+    nats = " nats per token"
     rows = [
         ("parameters", f"{config.derived.num_parameters:,}"),
-        ("steps", f"{train['step']:,}"),
-        ("tokens seen", f"{train['consumed_tokens']:,} ({config.derived.epochs:.2f} epochs)"),
-        ("training loss, last step", f"{train['loss']:.4f} nats per token"),
+        ("steps", train.show("step", ",")),
+        ("tokens seen", train.show("consumed_tokens", ",", _epochs(config))),
+        ("training loss, last step", train.show("loss", ".4f", nats)),
     ]
-    if "validation_loss" in train:
-        rows.append(("validation loss", f"{train['validation_loss']:.4f} nats per token"))
-    split = evaluated["split"]
+    if "validation_loss" in train.values:
+        rows.append(("validation loss", train.show("validation_loss", ".4f", nats)))
+    split = evaluated.values.get("split", "held-out")
+    unigram = f"{nats} (no context)"
     rows += [
-        (f"{split} loss", f"{evaluated['loss']:.4f} nats per token"),
-        (f"{split} perplexity", f"{evaluated['perplexity']:.2f}"),
-        (f"{split} bits per byte", f"{evaluated['bits_per_byte']:.4f}"),
-        ("unigram entropy", f"{evaluated['unigram_entropy']:.4f} nats per token (no context)"),
+        (f"{split} loss", evaluated.show("loss", ".4f", nats)),
+        (f"{split} perplexity", evaluated.show("perplexity", ".2f")),
+        (f"{split} bits per byte", evaluated.show("bits_per_byte", ".4f")),
+        ("unigram entropy", evaluated.show("unigram_entropy", ".4f", unigram)),
     ]
-    if "syntax_share" in evaluated:
-        rows.append(("samples that parse", f"{evaluated['syntax_share']:.0%}"))
+    if "syntax_share" in evaluated.values:
+        rows.append(("samples that parse", evaluated.show("syntax_share", ".0%")))
     return [
         *rows,
-        ("speed", f"{train['tokens_per_second']:,.0f} tokens/s at the last step"),
+        ("speed", train.show("tokens_per_second", ",.0f", " tokens/s at the last step")),
         ("model", "model/ (weights, configuration, tokenizer, record, log)"),
         ("samples", "results/samples.md"),
-        ("checkpoints", "state/ (kept for longer runs; `make clean-state` removes them)"),
+        ("checkpoints", "state/ (kept for longer runs; `make clean-state` removes old ones)"),
     ]
 
 
-def read_json(path: str) -> dict[str, Any]:
-    """A results file.
-
-    Raises:
-        UserError: it is not there or is damaged.
-    """
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}; run `make repro` to its end first") from None
+def _epochs(config: RunConfig) -> str:
+    return f" ({config.derived.epochs:.2f} epochs)"
 
 
 def first_sample() -> str:
-    """The first generated text of ``results/samples.md``."""
-    page = Path("results/samples.md").read_text().split("\n~~~~\n")
+    """The first generated text of ``results/samples.md``.
+
+    Raises:
+        UserError: the file is not there.
+    """
+    page = _read(Path("results/samples.md")).split("\n~~~~\n")
     return f"A generated sample:\n\n{page[1]}\n" if len(page) > 1 else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; {_REMEDY}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {_REMEDY}") from None
 
 
 if __name__ == "__main__":

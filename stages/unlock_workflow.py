@@ -8,15 +8,16 @@ another one.
 
 from pathlib import Path
 
-import click
 import psutil
 
+from lib.cli import plain_command
 from lib.console import say
+from lib.errors import UserError
 
 RWLOCK = Path(".dvc/tmp/rwlock")
 
 
-@click.command(context_settings={"max_content_width": 100})
+@plain_command
 def main() -> None:
     """Removes .dvc/tmp/rwlock, unless a DVC command is at work in this project."""
     if not RWLOCK.exists():
@@ -27,7 +28,7 @@ def main() -> None:
         who = "; ".join(
             f"process {process.pid}: {' '.join(command)}" for process, command in working
         )
-        raise click.ClickException(
+        raise UserError(
             f"DVC is at work here, so the lock stays ({who}). Wait for it to end, or stop it with "
             "Ctrl-C in its terminal or `kill` and its process number."
         )

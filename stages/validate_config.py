@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from lib.atomic import write_text_atomically
 from lib.cli import stage_command
 from lib.config.data_rules import TOKENIZER_INFO, TOKENS_MANIFEST, TokenizerFacts
-from lib.config.operation import CONFIG_SECTIONS
+from lib.config.launch_plan import process_count
+from lib.config.operation import CONFIG_SECTIONS, LaunchConfig
 from lib.config.params_file import (
     ParamsFile,
     check_params_sections,
@@ -23,12 +24,13 @@ from lib.config.params_file import (
 from lib.config.rules import broken_rules
 from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve
 from lib.config.schema import TrainingSection
-from lib.console import say, table
+from lib.console import say, table, warn
 from lib.data.indexed_dataset import IndexedDataset
 from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
 from lib.data.splits import describe_splits
 from lib.data.tokens_manifest import TokensManifest
 from lib.errors import InvalidParams, UserError
+from lib.train.hardware import cuda_device_names
 
 ALL_SECTIONS = {
     "corpus": CorpusOptions,
@@ -65,6 +67,7 @@ def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
         run_config = None if schema_only else validate(params_file)
         if schema_only:
             check_schema(params_file)
+            warn_of_machine(params_file, len(cuda_device_names()))
     except UserError as error:
         if not as_json:
             raise
@@ -90,6 +93,18 @@ def check_schema(params_file: ParamsFile) -> None:
         InvalidParams: with every problem.
     """
     _check(params_file, {})
+
+
+def warn_of_machine(params_file: ParamsFile, gpus: int) -> None:
+    """Warns where training would be refused on this machine, before hours go into its data.
+
+    Only a warning: the data may be prepared on one machine for a training on another.
+    """
+    launch = params_file.section("launch", LaunchConfig)
+    try:
+        process_count(Params.from_file(params_file), launch, gpus)
+    except UserError as error:
+        warn(f"pretrain cannot run on this machine: {error}")
 
 
 def validate(params_file: ParamsFile) -> RunConfig:

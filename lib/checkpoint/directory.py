@@ -4,7 +4,9 @@
 
     state/<fingerprint>/
         state.json                           lib.checkpoint.resume
-        history.jsonl  lock                  lib.checkpoint.resume
+        history.jsonl                        lib.checkpoint.history
+        lock                                 lib.checkpoint.lock
+        train.log                            every line said (lib.train.pretrain)
         latest_checkpointed_iteration.txt    the iteration to resume from
         iter_0000100/                        one complete checkpoint
             __0_0.distcp ...  .metadata      tensors (torch.distributed.checkpoint)

@@ -6,7 +6,9 @@
     code_hash            the code that trained it last
     finished             whether a model was published from it
     adopted              each time changed code was allowed to go on: old and new hash, iteration
-    layout               the layout that trained it last (for messages)
+    layout               the layout that trained it last
+    fresh                whether launch.fresh began it: an interrupted fresh run, run again with
+                         the key still set, continues and does not start over for ever
 
 | state      | code    | `open_state` does                                                  |
 |------------|---------|--------------------------------------------------------------------|
@@ -15,7 +17,7 @@
 | unfinished | changed | refuses; on_code_change adopt: continues; fresh: starts again      |
 | finished   | same    | continues (nothing left to do, or a longer run)                    |
 | finished   | changed | starts again                                                       |
-| any        | any     | starts again with launch.fresh                                     |
+| any        | any     | starts again with launch.fresh, once: see `fresh` below            |
 
 Starting again keeps the old state aside, as ``<fingerprint>.superseded-<n>``. Nothing here needs
 torch; rank 0 calls it while it holds the `lock` of the directory.
@@ -64,6 +66,7 @@ class StateRecord:
     finished: bool = False
     adopted: list[dict[str, object]] = field(default_factory=list)
     layout: dict[str, object] = field(default_factory=dict)
+    fresh: bool = False
     format: int = FORMAT
 
 
@@ -122,8 +125,10 @@ def _open(path: Path, new: StateRecord, policy: ResumePolicy) -> StateDirectory:
         if leftovers:  # killed while it was being put aside, or state.json was removed
             warn(f"{path} has no {RECORD}: its contents are put aside")
             _put_aside(path, leftovers)
+        new.fresh = policy.fresh
         return _started(path, new, "new")
-    if policy.fresh:
+    if policy.fresh and (old.finished or not old.fresh):
+        new.fresh = True
         return _restarted(path, new, "launch.fresh is true")
     if changes := difference(old.parts, new.parts):
         raise UserError(

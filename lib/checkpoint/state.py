@@ -59,8 +59,8 @@ def restore(optimizer: AdamW, scalars: Mapping[str, object]) -> None:
         state["step"].fill_(step)
 
 
-def random_streams(rank: int) -> dict[str, Tensor]:
-    """The state of torch's generators on this rank, under names of this rank alone.
+def random_streams(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators this rank draws from, under names of this rank alone.
 
     Ranks draw different numbers, so one rank's stream must never serve another: restore them
     only where the rank grid and the kind of device are those of the save, and derive them from
@@ -68,17 +68,17 @@ def random_streams(rank: int) -> dict[str, Tensor]:
     """
     prefix = f"{RANK_PREFIX}rank_{rank:05d}."
     streams = {f"{prefix}cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        streams[f"{prefix}cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        streams[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
     return streams
 
 
-def restore_random_streams(tensors: Mapping[str, Tensor], rank: int) -> None:
+def restore_random_streams(tensors: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
     """Sets torch's generators from loaded tensors named by `random_streams`."""
     prefix = f"{RANK_PREFIX}rank_{rank:05d}."
     torch.set_rng_state(tensors[f"{prefix}cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors[f"{prefix}cuda"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"{prefix}cuda"], device)
 
 
 def _create_moments(optimizer: AdamW) -> None:

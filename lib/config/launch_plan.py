@@ -1,14 +1,15 @@
 """From a run configuration and a number of processes to the layout of the training run.
 
 Pure: no process is started and no hardware is asked here, so that the answers can be tested and
-shown before anything runs.
+shown before anything runs. Parameters that are not resolved yet serve as well: a layout needs no
+data.
 """
 
 from dataclasses import dataclass
 
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.operation import LaunchConfig
-from lib.config.run_config import RunConfig
+from lib.config.run_config import Params, RunConfig
 from lib.errors import UserError
 
 
@@ -50,7 +51,7 @@ def choose_device(launch: LaunchConfig, gpus: int) -> str:
     return launch.device
 
 
-def process_count(run_config: RunConfig, launch: LaunchConfig, gpus: int) -> int:
+def process_count(run_config: RunConfig | Params, launch: LaunchConfig, gpus: int) -> int:
     """The processes to start on a machine with so many GPUs.
 
     ``launch.processes`` decides where it is given, then ``parallel.data``. Else a CPU run takes
@@ -82,7 +83,7 @@ def process_count(run_config: RunConfig, launch: LaunchConfig, gpus: int) -> int
     return wanted
 
 
-def layout_for(run_config: RunConfig, processes: int) -> Layout:
+def layout_for(run_config: RunConfig | Params, processes: int) -> Layout:
     """The layout of a run over ``processes`` processes.
 
     Raises:

@@ -46,7 +46,7 @@ class EvaluateConfig(Section):
     """Texts to generate, prompts in turn; 0 generates none."""
 
     prompts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Beginnings that the model continues."""
+    """Beginnings that the model continues; without any, texts begin as documents do."""
 
     max_new_tokens: int = Field(default=64, ge=1)
     """Tokens to generate per text; a text may end earlier by itself."""

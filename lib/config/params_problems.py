@@ -84,7 +84,8 @@ def describe_error(
         return [_from_text(part, at, keys) for part in str(cause).split("; and ")]
     default: object = None
     if len(at) == 2 and isinstance(at[1], str) and at[1] in model.model_fields:
-        default = model.model_fields[at[1]].get_default()
+        field = model.model_fields[at[1]]
+        default = None if field.is_required() else field.get_default()
     return [Finding(at, *_rule_and_remedy(error, default))]
 
 

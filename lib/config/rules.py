@@ -297,17 +297,6 @@ def evaluation_takes_batches(training: TrainingSection) -> Iterator[Problem]:
         )
 
 
-def samples_have_prompts(evaluate: EvaluateConfig) -> Iterator[Problem]:
-    """Each generated text continues a prompt."""
-    if evaluate.num_samples > 0 and not evaluate.prompts:
-        yield Problem(
-            "evaluate.prompts",
-            "[]",
-            f"must have an entry while evaluate.num_samples = {evaluate.num_samples}",
-            'write a beginning such as ["def "], or num_samples: 0',
-        )
-
-
 def top_k_is_at_most_the_vocabulary(evaluate: EvaluateConfig, vocab_size: int) -> Iterator[Problem]:
     """There are no more tokens to choose among than the vocabulary has."""
     if evaluate.top_k is not None and evaluate.top_k > vocab_size:
@@ -335,7 +324,6 @@ ALL_RULES: tuple[Rule, ...] = (
     wsd_decay_fits_after_the_warmup,
     min_lr_is_at_most_lr,
     evaluation_takes_batches,
-    samples_have_prompts,
     top_k_is_at_most_the_vocabulary,
     *DATA_RULES,
 )

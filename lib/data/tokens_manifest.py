@@ -91,3 +91,18 @@ class TokensManifest(BaseModel):
             raise UserError(f"{path}: not there; the tokenize_corpus stage writes it") from None
         except ValidationError as error:
             raise UserError(f"{path}: damaged; run tokenize_corpus again: {error}") from None
+
+    def differences(
+        self, *, bin_sha256: str, tokenizer_fingerprint: str, vocab_size: int
+    ) -> list[str]:
+        """Where these tokens are not the ones described; empty when they are."""
+        pairs = {
+            "sha256 of the .bin": (self.bin_sha256, bin_sha256),
+            "tokenizer": (self.tokenizer_fingerprint, tokenizer_fingerprint),
+            "vocabulary": (self.vocab_size, vocab_size),
+        }
+        return [
+            f"{name} {found} instead of {expected}"
+            for name, (found, expected) in pairs.items()
+            if found != expected
+        ]

@@ -5,7 +5,7 @@ No process group: one process reads ``model/`` and the tokenised corpus.
 
 import csv
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lib.data.indexed_dataset import IndexedDataset
 from lib.data.samples import SampleWindows
 from lib.data.splits import describe_splits
 from lib.data.tokenizer import TextTokenizer, load_tokenizer, token_byte_lengths
+from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
 from lib.evaluate.generate import Sampling, continue_prompt, parses_as_python
 from lib.evaluate.perplexity import HeldOutLoss, measure_loss
@@ -29,10 +30,17 @@ from lib.parallel.groups import ParallelGroups
 
 @dataclass(frozen=True)
 class Text:
-    """A generated text: the prompt and what the model made of it."""
+    """A generated text.
+
+    Attributes:
+        prompt: its beginning, as given.
+        continuation: what the model made of it.
+        ended: whether the text ended by itself, rather than at the limit.
+    """
 
     prompt: str
     continuation: str
+    ended: bool
 
 
 @dataclass(frozen=True)
@@ -81,8 +89,9 @@ def open_split(
     """The samples to measure and how many of them.
 
     Raises:
-        UserError: the split holds less than one sample.
+        UserError: these are not the tokens of the model, or the split holds less than one sample.
     """
+    _check_tokens(evaluated.config, prefix.parent)
     training = evaluated.config.training
     dataset = IndexedDataset(prefix)
     facts = describe_splits(dataset, training.split, training.seq_length)[options.split]
@@ -95,6 +104,20 @@ def open_split(
     if options.max_tokens is not None:
         wanted = max(1, min(wanted, options.max_tokens // training.seq_length))
     return SampleWindows(dataset, facts, training.seq_length), wanted
+
+
+def _check_tokens(config: RunConfig, folder: Path) -> None:
+    """Other tokens may hold what the model was trained on, or number words in another way."""
+    found = TokensManifest.load(folder).differences(
+        bin_sha256=config.data.tokens_sha256,
+        tokenizer_fingerprint=config.data.tokenizer_fingerprint,
+        vocab_size=config.data.vocab_size,
+    )
+    if found:
+        raise UserError(
+            f"{folder}: not the tokens that the model was trained by: {'; '.join(found)}; run the "
+            "pipeline again (dvc repro), or name the model of these tokens with --model"
+        )
 
 
 def held_out_loss(
@@ -134,13 +157,30 @@ def generate_texts(
         ids = [tokenizer.eod_id, *tokenizer.encode(prompt)]
         continuations = continue_prompt(evaluated.model, ids, numbers, sampling, advance)
         for number, continuation in zip(numbers, continuations, strict=True):
-            texts[number] = Text(prompt, tokenizer.decode(continuation))
+            text = decode_after(tokenizer, ids, continuation.tokens)
+            texts[number] = Text(prompt, text, ended=continuation.ended)
     return [texts[number] for number in sorted(texts)]
 
 
+def decode_after(tokenizer: TextTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of tokens that follow others.
+
+    SentencePiece-like tokenizers drop the space before a text, so tokens decoded alone would lose
+    the space between them and the prompt. They are decoded together and the prompt is cut off.
+    """
+    before = tokenizer.decode(prompt)
+    whole = tokenizer.decode([*prompt, *tokens])
+    if whole.startswith(before):
+        return whole[len(before) :]
+    # Bytes that form no character also spoil the bytes right before them, the prompt's last ones.
+    # Such tokens begin with a byte, so no space is lost.
+    return tokenizer.decode(tokens)
+
+
 def syntax_share(texts: list[Text]) -> float:
-    """Share of texts that are valid Python up to the line at which they were cut off."""
-    return sum(parses_as_python(text.prompt + text.continuation) for text in texts) / len(texts)
+    """Share of texts that are valid Python, up to the line at which they were cut off if any."""
+    parse = [parses_as_python(text.prompt + text.continuation, ended=text.ended) for text in texts]
+    return sum(parse) / len(texts)
 
 
 def metrics(

@@ -6,6 +6,7 @@ is computed anew for each token, which for samples of some dozens of tokens is c
 """
 
 import ast
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,19 @@ class Sampling:
     eod_id: int
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after a prompt.
+
+    Attributes:
+        tokens: the new token ids, without the prompt and the end of the document.
+        ended: whether the text ended by itself, rather than at ``max_new_tokens``.
+    """
+
+    tokens: list[int]
+    ended: bool
+
+
 def next_tokens(
     logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]
 ) -> Tensor:
@@ -62,7 +76,7 @@ def continue_prompt(
     numbers: Sequence[int],
     sampling: Sampling,
     advance: Callable[[int], None],
-) -> list[list[int]]:
+) -> list[Continuation]:
     """Continues one prompt several times.
 
     Args:
@@ -73,7 +87,7 @@ def continue_prompt(
         advance: told the number of finished positions of each text.
 
     Returns:
-        The new token ids of each text, without the prompt and the end.
+        The continuation for each number.
     """
     device = next(model.parameters()).device
     generators = [named_generator(sampling.seed, "sample", number) for number in numbers]
@@ -89,15 +103,29 @@ def continue_prompt(
         if ended.all():
             break
     rows = tokens_BS[:, len(prompt) :].tolist()
-    eod_id = sampling.eod_id
-    return [row[: row.index(eod_id)] if eod_id in row else row for row in rows]
+    return [_until_end(row, sampling.eod_id) for row in rows]
 
 
-def parses_as_python(text: str) -> bool:
-    """Whether a text is valid Python, leaving out its last line, at which it was cut off."""
-    whole_lines = text.rsplit("\n", 1)[0]
+def _until_end(row: list[int], eod_id: int) -> Continuation:
+    if eod_id in row:
+        return Continuation(row[: row.index(eod_id)], ended=True)
+    return Continuation(row, ended=False)
+
+
+def parses_as_python(text: str, *, ended: bool) -> bool:
+    """Whether a text is valid Python.
+
+    Args:
+        text: the text; it is parsed, never run.
+        ended: whether it ended by itself. If not, its last line was cut off somewhere and is left
+            out, unless it is the only one: an empty text would always parse.
+    """
+    judged = text if ended else text.rsplit("\n", 1)[0]
     try:
-        ast.parse(whole_lines)
+        with warnings.catch_warnings():
+            # Generated code has its odd escapes and comparisons; they are nobody's concern.
+            warnings.simplefilter("ignore")
+            ast.parse(judged)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return True

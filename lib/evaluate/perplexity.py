@@ -4,8 +4,10 @@
     perplexity      exp(loss); likewise
     bits per byte   total nats / ln 2 / bytes of text predicted; comparable across tokenizers
 
-Special tokens (the end of a document) count as tokens but stand for no bytes. Every label of the
-split is predicted once, from at least one token and at most ``seq_length`` tokens of context.
+Special tokens (the end of a document) count as tokens but stand for no bytes. The split is read
+in the windows that training reads (lib/data/samples.py): each label of a window is predicted once,
+from at least one token and at most ``seq_length`` tokens of context. What is left of the split
+after its last whole window, fewer than ``seq_length`` labels, is not measured.
 
 ``unigram_entropy`` is the entropy of the labels' own frequencies: no model that ignores context
 can do better on them, so a model that has learnt anything lies below it.

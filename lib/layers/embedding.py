@@ -27,8 +27,6 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens_SB: Tensor) -> Tensor:
         """Maps int64 [S, B] to [S, B, H]."""
         weight = local(self.weight)
-        if self.group.size == 1:
-            return F.embedding(tokens_SB, weight)
         rows = weight.shape[0]
         index_SB = tokens_SB - self.group.rank * rows
         outside_SB = (index_SB < 0) | (index_SB >= rows)

@@ -1,4 +1,4 @@
-"""Collectives with their gradients; the one place that asks how large a group is.
+"""Collectives with their gradients; here a group of one process makes each the identity.
 
 Tensor parallelism rests on one conjugate pair (Megatron's f and g):
 

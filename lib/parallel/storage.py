@@ -1,7 +1,7 @@
 """Parameters as stored: DTensors that say how they are cut; as computed with: plain tensors.
 
 A layer makes its parameter with ``shard`` or ``replica``, which record how the tensor-parallel
-group cuts it. ``store_on_mesh`` turns all of them into DTensors, which is what lets
+group cuts it. ``store_on_mesh`` turns them into DTensors where there is a group, which is what lets
 ``fully_shard`` and ``torch.distributed.checkpoint`` handle any layout without code of ours. A
 layer's ``forward`` begins with ``local``.
 """

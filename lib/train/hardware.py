@@ -12,6 +12,8 @@ import platform
 import re
 from pathlib import Path
 
+from lib.errors import UserError
+
 _NAME_BYTES = 256
 
 
@@ -66,12 +68,22 @@ def choose_threads(requested: int | None, processes: int) -> int:
     """CPU threads of each process: as asked for, else as the environment says, else a share.
 
     torchrun would set 1 by default, at which a laptop trains at a fraction of its speed.
+
+    Raises:
+        UserError: the environment's OMP_NUM_THREADS is no number of threads.
     """
     if requested is not None:
         return requested
-    if chosen := os.environ.get("OMP_NUM_THREADS", ""):
-        return int(chosen)
-    return max(1, usable_cores() // processes)
+    # OpenMP takes a list, a number for each level of nested parallel regions: the first counts.
+    chosen = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not chosen:
+        return max(1, usable_cores() // processes)
+    if not re.fullmatch(r"\+?[0-9]+", chosen) or int(chosen) < 1:
+        raise UserError(
+            f"OMP_NUM_THREADS = {os.environ['OMP_NUM_THREADS']}: must be a whole number of at "
+            "least 1, or several joined by commas; correct it, unset it or give launch.threads"
+        )
+    return int(chosen)
 
 
 def cpu_name() -> str:

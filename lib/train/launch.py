@@ -1,18 +1,7 @@
 """Starts the training workers under torchrun, and speaks for all of them.
 
-The call, in stages/pretrain.py (no torch at the top of that file)::
-
-    if is_worker():                                   # lib.train.worker
-        with worker_session() as stop:
-            from lib.train.loop import train          # torch is imported here
-            train(..., device=worker_device(), stop=stop)
-    else:
-        gpus = len(cuda_device_names())               # lib.train.hardware
-        options = LaunchOptions(
-            device=choose_device(launch_section, gpus),       # lib.config.launch_plan
-            processes=process_count(run_config, launch_section, gpus), threads=...,
-            stop_timeout_s=..., log_dir=...)
-        sys.exit(launch("stages.pretrain", ["--params", str(params)], options))
+``stages/pretrain.py`` shows the call: the stage is started twice, first as the launcher and then,
+by torchrun, as each worker, which lives inside ``lib.train.worker.worker_session``.
 
 Who stops whom:
 
@@ -52,6 +41,10 @@ from lib.train.worker import CRASH, DEVICE_VARIABLE, LAUNCH_DIR_VARIABLE, STOPPE
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
+_NOTHING_REPORTED = (
+    "the workers ended before they could save (not started yet, a second Ctrl-C, or out of "
+    "launch.stop_timeout_s); the newest checkpoint stands"
+)
 # Once a worker has reported a crash, its peers only wait for it: torchrun would give them 30 s.
 _GRACE_AFTER_CRASH_S = 5.0
 
@@ -238,7 +231,7 @@ def _speak(ending: _Ending, stop: StopFlag, stderr: CapturedStderr) -> int:
         return 1
     if stop.signal is not None or STOPPED in ending.reports:
         stderr.discard()
-        _, saved = ending.reports.get(STOPPED, (0, "the newest checkpoint stands"))
+        _, saved = ending.reports.get(STOPPED, (0, _NOTHING_REPORTED))
         with contextlib.suppress(OSError):
             say(f"stopped: {saved}; run the same command again to continue")
         return 128 + (stop.signal or signal.SIGTERM)

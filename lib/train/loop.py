@@ -9,7 +9,7 @@ optimizer's moments, the random streams and two counters: steps and consumed sam
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -70,7 +70,6 @@ class Hooks:
     on_validation: Callable[[dict[str, object]], None]
     save: Callable[[Progress], None]
     stop_requested: Callable[[], bool]
-    since_last_line: list[StepRow] = field(default_factory=list)
 
 
 def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
@@ -86,6 +85,7 @@ def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
     """
     training, checkpoint = parts.config.training, parts.config.checkpoint
     last_saved = progress.iteration
+    since_last_line: list[StepRow] = []
     parts.model.train()
     while progress.iteration < training.train_iters:
         if hooks.stop_requested():
@@ -93,14 +93,16 @@ def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
                 hooks.save(progress)
             return False
         row = train_step(parts, progress)
-        report(parts, row, hooks)
+        hooks.on_step(row)
+        since_last_line.append(row)
+        if is_due(progress.iteration, parts.runtime.log_interval, training.train_iters):
+            _say_on_first_rank(log_line(since_last_line, training.train_iters))
+            since_last_line.clear()
         if is_due(progress.iteration, training.eval_interval, training.train_iters):
             validate(parts, progress, hooks)
         if is_due(progress.iteration, checkpoint.save_interval, training.train_iters):
             hooks.save(progress)
             last_saved = progress.iteration
-    if last_saved != progress.iteration:
-        hooks.save(progress)
     return True
 
 
@@ -108,9 +110,10 @@ def train_step(parts: TrainingParts, progress: Progress) -> StepRow:
     """One optimizer step over one global batch; advances ``progress``."""
     started = time.perf_counter()
     training = parts.config.training
+    skipped_before, nan_before = progress.skipped, progress.nan
     batches = parts.batches.take(progress.consumed_samples)
     waited = time.perf_counter() - started
-    num_tokens = _sum_over_dp(parts, sum(batch.num_tokens for batch in batches))
+    num_tokens = _count_over_dp(parts, batches)
     pp = parts.groups.pp
     plan = one_forward_one_backward(pp.rank, pp.size, len(batches))
     losses = run_plan(
@@ -144,8 +147,8 @@ def train_step(parts: TrainingParts, progress: Progress) -> StepRow:
         consumed_tokens=progress.consumed_samples * training.seq_length,
         global_batch_size=training.global_batch_size,
         loss_scale=1.0,
-        skipped=progress.skipped,
-        nan=progress.nan,
+        skipped=progress.skipped - skipped_before,
+        nan=progress.nan - nan_before,
         step_ms=seconds * 1e3,
         data_wait_ms=waited * 1e3,
         tokens_per_second=rates.tokens_per_second,
@@ -155,25 +158,14 @@ def train_step(parts: TrainingParts, progress: Progress) -> StepRow:
     )
 
 
-def report(parts: TrainingParts, row: StepRow, hooks: Hooks) -> None:
-    """Hands the step's row on and prints a line every ``log_interval`` steps."""
-    hooks.on_step(row)
-    hooks.since_last_line.append(row)
-    train_iters = parts.config.training.train_iters
-    if is_due(row.step, parts.runtime.log_interval, train_iters):
-        if torch.distributed.get_rank() == 0:
-            say(log_line(hooks.since_last_line, train_iters))
-        hooks.since_last_line.clear()
-
-
-def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> float:
-    """Loss on the validation samples, in nats per token; training is not disturbed.
+def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> None:
+    """Measures the loss on the validation samples, in nats per token; training is not disturbed.
 
     It draws no random numbers and leaves dropout as it was, so the course of training does not
     depend on how often this runs.
     """
     if not parts.validation:
-        return math.nan
+        return
     parts.model.eval()
     total, tokens = summed_loss(parts, parts.validation)
     reshard(parts.model)
@@ -190,9 +182,7 @@ def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> float:
             "tokens": int(tokens),
         }
     )
-    if torch.distributed.get_rank() == 0:
-        say(validation_lines(progress.iteration, loss, perplexity))
-    return loss
+    _say_on_first_rank(validation_lines(progress.iteration, loss, perplexity))
 
 
 def summed_loss(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float, float]:
@@ -202,8 +192,7 @@ def summed_loss(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float,
         lambda number: token_losses(parts.model, batches[number].to(parts.device)).sum(),
     )
     total = _sum_over_dp(parts, torch.stack(losses).double().sum())
-    tokens = _sum_over_dp(parts, sum(batch.num_tokens for batch in batches))
-    return total, tokens
+    return total, _count_over_dp(parts, batches)
 
 
 def is_due(iteration: int, interval: int, last: int) -> bool:
@@ -215,9 +204,19 @@ def is_due(iteration: int, interval: int, last: int) -> bool:
     return iteration == last or (interval > 0 and iteration % interval == 0)
 
 
-def _sum_over_dp(parts: TrainingParts, value: Tensor | float) -> float:
-    tensor = torch.as_tensor(value, dtype=torch.float64).to(parts.device)
-    return all_reduce(tensor, parts.groups.dp).item()
+def _sum_over_dp(parts: TrainingParts, value: Tensor) -> float:
+    return all_reduce(value, parts.groups.dp).item()
+
+
+def _count_over_dp(parts: TrainingParts, batches: list[MicroBatch]) -> float:
+    """Counted tokens of all ranks; over gloo, so that no GPU is waited for before a step."""
+    count = torch.tensor(float(sum(batch.num_tokens for batch in batches)), dtype=torch.float64)
+    return all_reduce(count, parts.groups.dp).item()
+
+
+def _say_on_first_rank(text: str) -> None:
+    if torch.distributed.get_rank() == 0:
+        say(text)
 
 
 def _count_bad_step(progress: Progress, loss: float, norm: float, *, is_nan: bool) -> None:
@@ -230,5 +229,6 @@ def _count_bad_step(progress: Progress, loss: float, norm: float, *, is_nan: boo
         raise UserError(
             f"{progress.nan_in_a_row} steps in a row up to step {progress.iteration + 1} gave no "
             f"finite numbers (loss {loss}, gradient norm {norm}): the run has diverged. Lower "
-            "optimizer.lr, lengthen the warm-up or set optimizer.clip_grad"
+            "optimizer.lr, lengthen the warm-up or set optimizer.clip_grad (which is another run, "
+            "from step 0; the checkpoints of this one stay)"
         )

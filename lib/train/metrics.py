@@ -40,7 +40,7 @@ class StepRow:
     """Everything reported about one optimizer step; the columns of ``results/train.csv``.
 
     Losses in nats per token, times in milliseconds; ``mfu`` is a fraction, or None for a device
-    whose peak is unknown. ``skipped`` and ``nan`` count such steps since the start of training.
+    whose peak is unknown. ``skipped`` and ``nan`` are 1 for such a step, else 0.
     """
 
     step: int
@@ -131,8 +131,8 @@ def log_line(rows: list[StepRow], train_iters: int) -> str:
     parts += [
         f" loss scale: {last.loss_scale:.1f}",
         f" grad norm: {last.grad_norm:.3f}",
-        f" number of skipped iterations: {last.skipped:3d}",
-        f" number of nan iterations: {last.nan:3d}",
+        f" number of skipped iterations: {sum(row.skipped for row in rows):3d}",
+        f" number of nan iterations: {sum(row.nan for row in rows):3d}",
         f" tokens/s: {last.tokens_per_second * speed:.0f}",
         f" samples/s: {last.samples_per_second * speed:.2f}",
         f" MFU: {mfu}",

@@ -5,6 +5,7 @@ comes before the first step, and as much as possible before a GPU is taken.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,16 +30,25 @@ from lib.checkpoint.state import (
     restore_random_streams,
     training_tensors,
 )
-from lib.checkpoint.storage import bytes_needed, find_latest, load_tensors, require_space, save
+from lib.checkpoint.storage import (
+    LoadedCheckpoint,
+    bytes_needed,
+    find_latest,
+    load_tensors,
+    require_space,
+    save,
+)
 from lib.config.launch_plan import layout_for
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.run_config import RunConfig
-from lib.console import copy_to, say
+from lib.console import bar_on_terminal, copy_to, say, warn
+from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
+from lib.model.flops import MFU_CONVENTION
 from lib.optim.optimizer import decay_table
 from lib.train.loop import Hooks, Progress, train
 from lib.train.metrics import ResultFiles, StepRow
-from lib.train.run_record import run_record
+from lib.train.run_record import begin_record, finish_record
 from lib.train.setup import TrainingParts, build_training, set_determinism, start_process_group
 from lib.train.signals import StopFlag
 from lib.train.worker import Stopped, worker_device
@@ -81,8 +91,10 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         Stopped: a stop was asked for and the state is saved.
     """
     config = RunConfig.load(inputs.run_config)
+    _require_its_tokens(config)
     code_at_start = code_hash(inputs.code)
     is_first = int(os.environ["RANK"]) == 0
+    record = begin_record(inputs.params, config) if is_first else {}
     with ExitStack() as stack:
         state: StateDirectory | None = None
         if is_first:
@@ -98,10 +110,14 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         train_iters = config.training.train_iters
         if progress.iteration < train_iters:
             run.mark_training(dict(asdict(layout)))
+            if is_first and parts.throughput.peak_tflops is not None:
+                say(f"MFU in the lines below: {MFU_CONVENTION}")
+            if is_first:
+                run.show_bar(stack, progress.iteration)
             if not train(parts, progress, run.hooks(stop)):
-                raise Stopped(f"iteration {progress.iteration} of {train_iters} is saved")
+                raise Stopped(_what_is_saved(progress.iteration, train_iters))
         _require_unchanged(inputs, config, code_at_start)
-        run.publish(progress)
+        run.publish(progress, record)
 
 
 def _open(inputs: PretrainInputs, config: RunConfig, code: str, stack: ExitStack) -> StateDirectory:
@@ -112,6 +128,21 @@ def _open(inputs: PretrainInputs, config: RunConfig, code: str, stack: ExitStack
     state = open_state(inputs.state_root, config, code, policy)
     stack.enter_context(copy_to(state.path / "train.log"))
     return state
+
+
+def _require_its_tokens(config: RunConfig) -> None:
+    """Refuses tokens other than those the configuration was made for."""
+    folder, data = Path(config.data.prefix).parent, config.data
+    found = TokensManifest.load(folder).differences(
+        bin_sha256=data.tokens_sha256,
+        tokenizer_fingerprint=data.tokenizer_fingerprint,
+        vocab_size=data.vocab_size,
+    )
+    if found:
+        raise UserError(
+            f"{folder}: not the tokens of the run configuration: {'; '.join(found)}; run: dvc "
+            "repro validate_config"
+        )
 
 
 def _require_unchanged(inputs: PretrainInputs, config: RunConfig, code: str) -> None:
@@ -132,6 +163,12 @@ def _require_unchanged(inputs: PretrainInputs, config: RunConfig, code: str) -> 
         )
 
 
+def _what_is_saved(iteration: int, train_iters: int) -> str:
+    if iteration == 0:
+        return "nothing was trained yet"
+    return f"iteration {iteration} of {train_iters} is saved"
+
+
 class _Run:
     """A run's state directory, history and results, on every rank; rank 0 writes."""
 
@@ -145,6 +182,7 @@ class _Run:
         self.path = Path(on_rank_zero(lambda: str(state.path if state else "")))
         self.history = History(self.path)
         self.files: ResultFiles | None = None
+        self.advance: Callable[[int], None] = lambda _steps: None
 
     def resume(self) -> Progress:
         """Loads the newest checkpoint within the length of this run, if there is one."""
@@ -157,22 +195,53 @@ class _Run:
                 self._say(f"weight decay: {line}")
             self._say(f"starting at iteration 0 of {train_iters} in {self.path}")
         else:
+            self._load(found, tensors)
             progress = Progress.from_saved(found.scalars["progress"])
-            same_grid = found.scalars["random_streams"] == self._stream_kind()
-            streams = random_streams(dist.get_rank()) if same_grid else {}
-            load_tensors(found, tensors | streams)
-            restore(parts.optimizer, found.scalars)
-            if same_grid:
-                restore_random_streams(streams, dist.get_rank())
-            self._say(f"continuing from iteration {found.iteration} of {train_iters}: {found.path}")
-        on_rank_zero(lambda: require_space(self.path, bytes_needed(tensors)))
+            self._say_where(found)
+        if progress.iteration < train_iters:
+            on_rank_zero(lambda: require_space(self.path, bytes_needed(tensors)))
         if self.state is not None:
             self._restart_results(progress.iteration)
         return progress
 
+    def _load(self, found: LoadedCheckpoint, tensors: dict[str, Tensor]) -> None:
+        rank, device = dist.get_rank(), self.parts.device
+        same_grid = found.scalars["random_streams"] == self._stream_kind()
+        streams = random_streams(rank, device) if same_grid else {}
+        load_tensors(found, tensors | streams)
+        restore(self.parts.optimizer, found.scalars)
+        if same_grid:
+            restore_random_streams(streams, rank, device)
+        changed = _differences(found.scalars["arithmetic"], self._arithmetic())
+        if changed and self.state is not None:
+            warn(f"not bit for bit the run that was interrupted: {'; '.join(changed)}")
+
+    def _say_where(self, found: LoadedCheckpoint) -> None:
+        train_iters = self.config.training.train_iters
+        if found.iteration < train_iters:
+            self._say(f"continuing from iteration {found.iteration} of {train_iters}: {found.path}")
+        elif self.state is not None:
+            say(
+                f"nothing is left to train: all {train_iters} iterations were done (layout "
+                f"{self.state.record.layout}); publishing the model of {found.path}"
+            )
+
     def _stream_kind(self) -> list[object]:
         """On what the random streams of a checkpoint can be continued: the same ranks."""
         return [dist.get_world_size(), self.parts.device.type]
+
+    def _arithmetic(self) -> dict[str, object]:
+        """What changes the last digits of a step, though not what is trained."""
+        runtime, training = self.parts.runtime, self.config.training
+        return {
+            "device": self.parts.device.type,
+            "processes": dist.get_world_size(),
+            "training.micro_batch_size": training.micro_batch_size,
+            "launch.threads": torch.get_num_threads(),
+            "runtime.attention": runtime.attention,
+            "runtime.deterministic": runtime.deterministic,
+            "torch": torch.__version__,
+        }
 
     def _restart_results(self, iteration: int) -> None:
         """Cuts the history at the checkpoint and writes the result files anew from it."""
@@ -189,6 +258,12 @@ class _Run:
         if self.state is not None:
             self.state.mark_training(layout)
 
+    def show_bar(self, stack: ExitStack, iteration: int) -> None:
+        """Shows progress below the log lines, where there is a terminal."""
+        bar = bar_on_terminal("training", self.config.training.train_iters, "steps")
+        self.advance = stack.enter_context(bar)
+        self.advance(iteration)
+
     def hooks(self, stop: StopFlag) -> Hooks:
         """What the loop calls."""
         return Hooks(self.on_step, self.on_validation, self.save, lambda: _any_rank(stop))
@@ -197,6 +272,7 @@ class _Run:
         """Records a step; refreshes the live figures with every log line."""
         if self.files is None:
             return
+        self.advance(1)
         values = row.as_row()
         self.history.append({"kind": "train", "iteration": row.step, **values})
         self.files.add_step(values)
@@ -218,19 +294,20 @@ class _Run:
         scalars = {
             "progress": asdict(progress),
             "random_streams": self._stream_kind(),
+            "arithmetic": self._arithmetic(),
             **optimizer_scalars(parts.optimizer),
         }
         path = save(
             self.path,
             progress.iteration,
-            tensors | random_streams(dist.get_rank()),
+            tensors | random_streams(dist.get_rank(), parts.device),
             scalars,
             checkpoint.keep_last,
             checkpoint.keep_every,
         )
         self._say(f"saved iteration {progress.iteration} to {path}")
 
-    def publish(self, progress: Progress) -> None:
+    def publish(self, progress: Progress, record: dict[str, object]) -> None:
         """Writes ``model/`` and the final figures, and marks the state as finished."""
         tensors = whole_parameters(self.parts)
         if self.state is None or self.files is None:
@@ -238,13 +315,12 @@ class _Run:
         last = self.history.rows("train", progress.iteration)[-1:]
         for row in last:
             self.files.write_live(row, self.config.training.train_iters)
-        record = run_record(self.inputs.params, self.config, self.state.record)
         publish_model(
             self.inputs.model,
             tensors,
             self.config,
             self.inputs.tokenizer,
-            record,
+            finish_record(record, self.state.record),
             self.path / "train.log",
         )
         self.state.mark_finished()
@@ -253,6 +329,16 @@ class _Run:
     def _say(self, text: str) -> None:
         if self.state is not None:
             say(text)
+
+
+def _differences(saved: object, now: dict[str, object]) -> list[str]:
+    """Where two descriptions of a run's arithmetic differ."""
+    assert isinstance(saved, dict)
+    return [
+        f"{name} was {saved[name]}, is {value}"
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
 
 
 def _any_rank(stop: StopFlag) -> bool:

@@ -24,32 +24,48 @@ _FORMAT = 1
 _TOLD_VARIABLES = ("WORLD_SIZE", "DVC_STAGE", "DVC_EXP_NAME", "PYTHONHASHSEED")
 _TOLD_FAMILIES = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "TORCH_", "PYTORCH_", "DRYDOCK_")
 _DIFF_CHARACTERS = 100_000
+# What decides how a run goes. The pipeline's own products (results/, dvc.lock) change with each
+# run and would make every commit look changed.
+_SOURCES = (
+    *("stages", "lib", "kernels", "tests", "params", "params.yaml"),
+    *("dvc.yaml", "Makefile", "requirements.lock", "pyproject.toml"),
+)
 
 
-def run_record(params: Path, config: RunConfig, state: StateRecord) -> dict[str, object]:
-    """The record of the run that ends now, ready for JSON.
+def begin_record(params: Path, config: RunConfig) -> dict[str, object]:
+    """What is true of a run when it starts; by its end, files and commits may be others.
 
     Args:
         params: the parameter file, kept word for word, comments included.
         config: the run configuration; data and tokenizer are told by their fingerprints.
-        state: the state directory's record: layout, code, and whatever was adopted.
     """
     return {
         "format": _FORMAT,
         "command": sys.orig_argv,
         "started": _moment(psutil.Process().create_time()),
-        "ended": _moment(time.time()),
-        "fingerprint": state.fingerprint,
-        "layout": state.layout,
-        "code_sha256": state.code_hash,
-        "adopted": state.adopted,
         "data": config.data.model_dump(mode="json"),
         "environment": _told_environment(),
         "python": platform.python_version(),
         "packages": _package_versions(),
         "machine": _machine(),
         "git": git_state(Path.cwd()),
-        "params": params.read_text(),
+        "params": params.read_text(encoding="utf-8"),
+    }
+
+
+def finish_record(begun: dict[str, object], state: StateRecord) -> dict[str, object]:
+    """The whole record of the run that ends now, ready for JSON.
+
+    Args:
+        begun: what ``begin_record`` gave at its start.
+        state: the state directory's record: layout, code, and whatever was adopted.
+    """
+    return begun | {
+        "ended": _moment(time.time()),
+        "fingerprint": state.fingerprint,
+        "layout": state.layout,
+        "code_sha256": state.code_hash,
+        "adopted": state.adopted,
     }
 
 
@@ -81,7 +97,7 @@ def _machine() -> dict[str, object]:
 
 
 def git_state(project: Path) -> dict[str, object] | None:
-    """Commit and uncommitted changes of the project; None where it is no git work tree.
+    """Commit, and uncommitted changes of code and parameters; None where it is no git work tree.
 
     A project that was unpacked somewhere inside another work tree is none either.
     """
@@ -89,8 +105,8 @@ def git_state(project: Path) -> dict[str, object] | None:
     commit = _git(project, "rev-parse", "--verify", "HEAD")
     if top is None or commit is None or Path(top.strip()) != project.resolve():
         return None
-    changes = _git(project, "status", "--porcelain") or ""
-    diff = _git(project, "diff", "HEAD") or ""
+    changes = _git(project, "status", "--porcelain", "--", *_SOURCES) or ""
+    diff = _git(project, "diff", "HEAD", "--", *_SOURCES) or ""
     return {
         "commit": commit.strip(),
         "dirty": bool(changes),

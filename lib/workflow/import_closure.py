@@ -9,18 +9,23 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from ruamel.yaml import YAML
-
+from lib.config.project import CODE_FOLDERS, declared_code
 from lib.errors import UserError
-
-_OWN_PACKAGES = ("stages", "lib", "kernels")
 
 
 def check_workflow(workflow: Path) -> list[str]:
-    """Every gap between imports and dependencies, a line each."""
+    """Every gap between imports and dependencies, a line each.
+
+    Raises:
+        UserError: the workflow, or a file that a stage imports, cannot be read.
+    """
     root = workflow.parent
     problems: list[str] = []
     for stage, declared in declared_code(workflow).items():
+        module = root / "stages" / f"{stage}.py"
+        if not module.is_file():
+            problems.append(f"{stage}: has no module: {module.relative_to(root)} does not exist")
+            continue
         imported = import_closure(root, f"stages.{stage}")
         covered = [root / dependency for dependency in declared]
         for path in covered:
@@ -36,21 +41,14 @@ def check_workflow(workflow: Path) -> list[str]:
     return problems
 
 
-def declared_code(workflow: Path) -> dict[str, list[str]]:
-    """For each stage the dependencies that are code: files and folders."""
-    stages = YAML(typ="safe").load(workflow)["stages"]
-    return {
-        stage: [dep for dep in definition["deps"] if Path(dep).parts[0] in _OWN_PACKAGES]
-        for stage, definition in stages.items()
-    }
-
-
 def import_closure(root: Path, module: str) -> set[Path]:
-    """Every source file of this project that importing ``module`` may load."""
+    """Every source file of this project that importing ``module`` may load.
+
+    Raises:
+        UserError: a file is not valid Python.
+    """
     found: set[Path] = set()
     waiting = list(_files_of(root, module))
-    if not waiting:
-        raise UserError(f"module {module} has no source file in {root}")
     while waiting:
         file = waiting.pop()
         if file not in found:
@@ -63,7 +61,7 @@ def import_closure(root: Path, module: str) -> set[Path]:
 def _files_of(root: Path, module: str) -> Iterator[Path]:
     """The files that importing a dotted name runs: its packages' and its own."""
     parts = module.split(".")
-    if parts[0] not in _OWN_PACKAGES:
+    if parts[0] not in CODE_FOLDERS:
         return
     for depth in range(1, len(parts) + 1):
         path = root.joinpath(*parts[:depth])
@@ -74,7 +72,11 @@ def _files_of(root: Path, module: str) -> Iterator[Path]:
 
 def _imported_names(file: Path) -> Iterator[str]:
     """Dotted names in a file's import statements, wherever they stand."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{file}: not valid Python ({error})") from None
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

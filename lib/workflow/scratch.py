@@ -44,19 +44,33 @@ def scratch_copy(project: Path) -> Generator[Path, None, None]:
 
 
 def apply_preset(project: Path, preset: str) -> None:
-    """Applies ``params/PRESET.yaml`` in a scratch copy."""
+    """Applies ``params/PRESET.yaml`` in a scratch copy.
+
+    Raises:
+        UserError: there is no such preset.
+    """
     run_module(project, "stages.apply_preset", preset)
 
 
 def run_module(project: Path, module: str, *arguments: str) -> None:
-    """Runs ``python -m module`` in a scratch copy, silent unless it fails."""
-    subprocess.run(
+    """Runs ``python -m module`` in a scratch copy, silent unless it fails.
+
+    Raises:
+        UserError: with what it wrote to standard error.
+    """
+    done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=project,
         env=workflow_environment(project),
         stdout=subprocess.DEVNULL,
-        check=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        check=False,
     )
+    if done.returncode != 0:
+        said = done.stderr.strip().removeprefix("error: ")
+        raise UserError(said or f"python -m {module} ended with status {done.returncode}")
 
 
 def source_files(project: Path) -> list[Path]:

@@ -92,12 +92,12 @@ def resume_on_gpu(directory):
     losses, draws = [], []
     for seed in (0, 99):
         model, optimizer = build(seed, sharded=True, device="cuda")
-        streams = state.random_streams(0)
+        streams = state.random_streams(0, torch.device("cuda"))
         if seed == 0:
             for number in range(3):
                 step(model, optimizer, number)
             torch.randn(3, device="cuda")
-            streams = state.random_streams(0)
+            streams = state.random_streams(0, torch.device("cuda"))
             tensors = state.training_tensors(model.named_parameters(), optimizer)
             scalars = state.optimizer_scalars(optimizer)
             storage.save(directory, 3, tensors | streams, scalars, 1)
@@ -105,7 +105,7 @@ def resume_on_gpu(directory):
             tensors = state.training_tensors(model.named_parameters(), optimizer)
             found = storage.load_latest(directory, tensors | streams)
             state.restore(optimizer, found.scalars)
-            state.restore_random_streams(streams, 0)
+            state.restore_random_streams(streams, 0, torch.device("cuda"))
         losses.append([step(model, optimizer, number) for number in range(3, 6)])
         draws.append((torch.randn(4, device="cuda").tolist(), torch.randn(4).tolist()))
     return losses, draws
@@ -116,14 +116,17 @@ def random_streams(directory):
     rank = dist.get_rank()
     torch.manual_seed(1000 + rank)
     torch.randn(10 + rank)
-    saved = state.random_streams(rank)
+    saved = state.random_streams(rank, torch.device("cpu"))
     storage.save(directory / "random", 1, saved, {}, 1)
     drawn = torch.randn(4)
     torch.manual_seed(5)
-    streams = {name: torch.zeros_like(each) for name, each in state.random_streams(rank).items()}
+    streams = {
+        name: torch.zeros_like(each)
+        for name, each in state.random_streams(rank, torch.device("cpu")).items()
+    }
     storage.load_latest(directory / "random", streams)
     assert all(torch.equal(saved[name], streams[name]) for name in saved)
-    state.restore_random_streams(streams, rank)
+    state.restore_random_streams(streams, rank, torch.device("cpu"))
     assert torch.equal(torch.randn(4), drawn)
     return drawn
 

@@ -48,6 +48,7 @@ def test_a_new_state_is_described_in_full(tmp_path):
         "finished": False,
         "adopted": [],
         "layout": {},
+        "fresh": False,
     }
 
 
@@ -117,8 +118,22 @@ def test_starting_again_keeps_the_old_state_aside(tmp_path, capsys, finished, co
         "state.json",
     ]
     assert str(aside) in capsys.readouterr().out
+    state.mark_finished()
     open_(tmp_path, code, ResumePolicy(fresh=True))
     assert (tmp_path / f"{state.path.name}.superseded-2").is_dir()
+
+
+def test_an_interrupted_fresh_run_continues_until_it_is_finished(tmp_path):
+    """launch.fresh stays in params.yaml: it must not start the run over at every attempt."""
+    fresh = ResumePolicy(fresh=True)
+    trained(tmp_path)
+    assert open_(tmp_path, policy=fresh).outcome == "restarted"
+    again = open_(tmp_path, policy=fresh)
+    assert again.outcome == "continued"
+    again.mark_training({})
+    assert open_(tmp_path, policy=fresh).outcome == "continued"
+    again.mark_finished()
+    assert open_(tmp_path, policy=fresh).outcome == "restarted"
 
 
 def test_a_held_lock_survives_starting_again(tmp_path):

@@ -97,10 +97,10 @@ def test_parameter_groups_are_all_covered():
 
 def test_random_streams_are_named_for_their_rank():
     torch.manual_seed(3)
-    streams = state.random_streams(12)
+    streams = state.random_streams(12, torch.device("cpu"))
     assert "random.rank_00012.cpu" in streams
     drawn = torch.randn(5)
-    state.restore_random_streams(streams, 12)
+    state.restore_random_streams(streams, 12, torch.device("cpu"))
     assert torch.equal(torch.randn(5), drawn)
     with pytest.raises(KeyError):
-        state.restore_random_streams(streams, 11)
+        state.restore_random_streams(streams, 11, torch.device("cpu"))

@@ -118,3 +118,17 @@ def test_an_automatic_count_never_fails_and_never_rounds(
     assert layout.data * layout.micro_batches * micro == batch
     more = [n for n in range(count + 1, gpus + 1) if (batch // micro) % n == 0]
     assert not more
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3, 8])
+@pytest.mark.parametrize("keys", [{}, {"processes": 3}, {"device": "cuda"}])
+def test_parameters_get_the_answer_of_their_run_configuration(
+    make: Factory, keys: dict[str, Any], gpus: int
+) -> None:
+    answers = []
+    for run in (make.params(), make.run_config()):
+        try:
+            answers.append(process_count(run, launch(**keys), gpus))
+        except UserError as refusal:
+            answers.append(str(refusal))
+    assert answers[0] == answers[1]

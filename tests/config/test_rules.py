@@ -40,7 +40,7 @@ def parallel(**keys: Any) -> ParallelConfig:
 
 
 def evaluate(**keys: Any) -> EvaluateConfig:
-    return EvaluateConfig.model_validate({"prompts": ["a"], **keys})
+    return EvaluateConfig.model_validate(keys)
 
 
 def only(found: Iterator[Problem]) -> str:
@@ -256,13 +256,6 @@ def test_evaluation_takes_batches() -> None:
     assert not list(rule(training(eval_interval=0, eval_iters=0)))
     assert not list(rule(training(eval_interval=5, eval_iters=1)))
     assert "eval_interval = 5" in only(rule(training(eval_interval=5, eval_iters=0)))
-
-
-def test_samples_have_prompts() -> None:
-    rule = rules.samples_have_prompts
-    assert not list(rule(evaluate()))
-    assert not list(rule(evaluate(prompts=[], num_samples=0)))
-    assert "must have an entry" in only(rule(evaluate(prompts=[])))
 
 
 def test_top_k_is_at_most_the_vocabulary() -> None:

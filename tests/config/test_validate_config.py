@@ -13,7 +13,7 @@ from lib.config.run_config import RunConfig
 from lib.data.indexed_dataset import IndexedDatasetWriter
 from lib.data.tokens_manifest import TokensManifest
 from lib.errors import InvalidParams, UserError
-from stages.validate_config import check_schema, validate
+from stages.validate_config import check_schema, validate, warn_of_machine
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT_TOKENS = 100
@@ -193,6 +193,45 @@ def test_schema_only_needs_no_data(folder: Path) -> None:
     done = run(folder, "--schema-only")
     assert done.returncode == 1
     assert "evaluate.top_k = 4097: must be at most the vocabulary, 4096 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "gpus", "warning"),
+    [
+        ("device: auto", "device: auto", 0, None),
+        ("device: auto", "device: auto", 3, None),
+        ("device: auto", "device: cuda", 0, "this machine shows no GPU"),
+        ("device: auto", "device: cuda", 1, None),
+        ("  processes: null", "  processes: 4", 2, "wants 4 GPUs, one per process"),
+        ("  processes: null", "  processes: 3", 0, "must be divisible by"),
+        ("  data: null", "  data: 4", 1, "parallel.data = 4: wants 4 GPUs"),
+    ],
+)
+def test_what_this_machine_cannot_run_is_warned_of(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    gpus: int,
+    warning: str | None,
+) -> None:
+    change(folder, old, new)
+    warn_of_machine(read_params(Path("params.yaml")), gpus)
+    said = capsys.readouterr().err
+    if warning is None:
+        assert said == ""
+    else:
+        assert said.startswith("warning: pretrain cannot run on this machine: ")
+        assert warning in said
+        assert said.count("\n") == 1
+
+
+def test_the_warning_does_not_fail_the_check(folder: Path) -> None:
+    change(folder, "  processes: null", "  processes: 5")
+    done = run(folder, "--schema-only")
+    assert done.returncode == 0
+    assert "warning: pretrain cannot run on this machine: " in done.stderr
+    assert "sections are sound" in done.stdout
 
 
 def test_json_is_for_programs(folder: Path) -> None:

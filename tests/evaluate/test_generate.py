@@ -25,14 +25,14 @@ def test_greedy_takes_the_likeliest_token_each_time(model):  # noqa: F811
     one_best = replace(SAMPLING, top_k=1)
     for sampling in (greedy, one_best):
         (found,) = continue_prompt(model, [5, 17, 250], [0], sampling, ignore)
-        assert found == tokens[3:]
+        assert (found.tokens, found.ended) == (tokens[3:], False)
 
 
 def test_a_text_depends_on_its_number_alone(model):  # noqa: F811
     together = continue_prompt(model, [5, 17], range(4), SAMPLING, ignore)
     alone = [continue_prompt(model, [5, 17], [number], SAMPLING, ignore)[0] for number in range(4)]
     assert together == alone
-    assert len({tuple(text) for text in together}) == 4
+    assert len({tuple(text.tokens) for text in together}) == 4
     other_seed = continue_prompt(model, [5, 17], range(4), replace(SAMPLING, seed=4), ignore)
     assert other_seed != together
 
@@ -61,8 +61,11 @@ class Countdown(torch.nn.Module):
 def test_a_text_ends_at_the_end_of_document_and_others_go_on():
     finished = []
     (text,) = continue_prompt(Countdown(), [9, 4], [0], SAMPLING, finished.append)
-    assert text == [3, 2, 1]
+    assert (text.tokens, text.ended) == ([3, 2, 1], True)
     assert sum(finished) == 4
+    three = replace(SAMPLING, max_new_tokens=3)
+    (text,) = continue_prompt(Countdown(), [9, 4], [0], three, ignore)
+    assert (text.tokens, text.ended) == ([3, 2, 1], False)
 
 
 def test_padding_is_never_drawn():
@@ -73,7 +76,7 @@ def test_padding_is_never_drawn():
             return logits
 
     (text,) = continue_prompt(Padded(), [3], [0], SAMPLING, ignore)
-    assert text == [2, 1]
+    assert text.tokens == [2, 1]
 
 
 def test_draws_follow_the_distribution():
@@ -89,15 +92,24 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("text", "parses"),
+    ("text", "cut_off", "whole"),
     [
-        ("def f(x):\n    return x\n\nx = f(", True),
-        ("def f(x):\n    return (x\n\nx = 1\ny", False),
-        ("import os\nimport", True),
-        ("a b c\n", False),
-        ("x = '\x00'\n", False),
-        ("", True),
+        ("def f(x):\n    return x\n\nx = f(", True, False),
+        ("def f(x):\n    return (x\n\nx = 1\ny", False, False),
+        ("import os\nimport", True, False),
+        ("import os\nimport sys", True, True),
+        ("import os", True, True),
+        ("import", False, False),
+        ("a b c\n", False, False),
+        ("x = '\x00'\n", False, False),
+        ("", True, True),
     ],
 )
-def test_parses_up_to_the_line_that_was_cut(text, parses):
-    assert parses_as_python(text) == parses
+def test_only_a_text_that_was_cut_off_is_judged_without_its_last_line(text, cut_off, whole):
+    assert parses_as_python(text, ended=False) == cut_off
+    assert parses_as_python(text, ended=True) == whole
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_of_generated_code_are_silent():
+    assert parses_as_python("x = 1 is 1\ny = '\\d'\nassert (x, 'y')\n", ended=True)

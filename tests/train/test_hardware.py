@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lib.errors import UserError
 from lib.train import hardware
 from lib.train.hardware import choose_threads, cuda_device_names, usable_cores
 
@@ -56,3 +57,15 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_threads(5, 2) == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert [choose_threads(None, 2), choose_threads(5, 2)] == [3, 5]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert choose_threads(None, 2) == 4
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2", "2.5", "x,4"])
+def test_threads_that_are_no_number_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert choose_threads(5, 2) == 5
+    with pytest.raises(UserError, match=f"OMP_NUM_THREADS = {value}: must be"):
+        choose_threads(None, 2)

@@ -1,10 +1,14 @@
 """Every stage declares all code that it reaches: on the real workflow, and with planted gaps."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lib.errors import UserError
 from lib.workflow.import_closure import check_workflow, import_closure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,3 +90,39 @@ def test_dep_that_is_gone_or_unused_is_named(tiny: Path) -> None:
         "train: depends on lib/gone.py: it does not exist",
         "train: depends on lib/deep/other.py: never imported",
     ]
+
+
+def check(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "stages.check_workflow", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_command_without_a_workflow_is_one_line(tmp_path: Path) -> None:
+    done = check(tmp_path, "--workflow", "nope.yaml")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: nope.yaml: no such file")
+    assert done.stderr.count("\n") == 1
+
+
+def test_stage_without_a_module_is_one_line_beside_the_others(tiny: Path) -> None:
+    assert problems(tiny, ALL_DEPS[:-1]) == ["train: imports lib/errors.py, which no dep covers"]
+    with (tiny / "dvc.yaml").open("a") as workflow:
+        workflow.write("  own_step:\n    cmd: echo done\n")
+    done = check(tiny)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.splitlines() == [
+        "train: imports lib/errors.py, which no dep covers",
+        "own_step: has no module: stages/own_step.py does not exist",
+    ]
+
+
+def test_file_that_is_no_python_is_named(tiny: Path) -> None:
+    (tiny / "lib" / "deep" / "parts.py").write_text("def broken(:\n")
+    with pytest.raises(UserError, match=r"lib/deep/parts\.py: not valid Python"):
+        problems(tiny, ALL_DEPS)
