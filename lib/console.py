@@ -149,7 +149,8 @@ def _bar(stream: TextIO) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=Console(file=stream))
+    # Lines said meanwhile stay whole: people search for the fields of the log line.
+    return Progress(*columns, console=Console(file=stream, soft_wrap=True))
 
 
 def table(title: str, rows: Sequence[tuple[str, str]]) -> None:
