@@ -104,14 +104,3 @@ def check_sha256(path: Path, shard: Shard, actual: str) -> None:
             f"{path}: its sha256 is {actual}, its manifest says {shard.sha256}: it was changed or "
             f"damaged; {_REMEDY}"
         )
-
-
-def verify_shards(raw_dir: Path, manifest: RawManifest) -> None:
-    """Checks size and checksum of every shard.
-
-    Raises:
-        UserError: naming the first shard that differs.
-    """
-    for shard in manifest.shards:
-        path = check_size(raw_dir, shard)
-        check_sha256(path, shard, sha256_of(path))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.data.documents import RawDocument
-from lib.data.manifest import RawManifest, read_manifest, verify_shards, write_manifest
+from lib.data.manifest import RawManifest, read_manifest, write_manifest
 from lib.data.options import CorpusOptions
 from lib.data.raw_corpus import collect_documents, write_corpus
 from lib.data.rejections import Rejections
@@ -179,8 +179,6 @@ def test_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], None]) 
     manifest = build(tmp_path, numbered(400), shard_megabytes=1)
     assert len(manifest.shards) == 3
     damage(tmp_path / "corpus-00001.jsonl.zst")
-    with pytest.raises(UserError, match=r"corpus-00001.*download_corpus"):
-        verify_shards(tmp_path, manifest)
     with pytest.raises(UserError, match=r"corpus-00001.*download_corpus"):
         list(iter_raw_documents(tmp_path))
     for shard in (manifest.shards[0], manifest.shards[2]):

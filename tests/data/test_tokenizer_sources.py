@@ -23,7 +23,14 @@ from lib.data.sentencepiece_model import (
 from lib.data.tokenizer import TextTokenizer, describe_tokenizer, token_byte_lengths
 from lib.data.tokenizer_sources import from_gpt2, from_tokenizer_json, keeps_text, take_tokenizer
 from lib.errors import UserError
-from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, gpt2_files, package_file, train
+from tests.data.tiny_tokenizer import (
+    EOD,
+    TRAINING_TEXT,
+    gpt2_files,
+    package_file,
+    sentencepiece_model,
+    train,
+)
 
 MISTRAL_V1 = ("mistral-common", "tokenizer.model.v1")
 MISTRAL_V3 = ("mistral-common", "mistral_instruct_tokenizer_240323.model.v3")
@@ -301,20 +308,8 @@ def test_models_that_cannot_be_exact_are_refused(tmp_path, changes, message):
 
 
 def test_merges_follow_scores_not_ids():
-    pieces = [Piece("<unk>", 0.0, PieceType.UNKNOWN), Piece("</s>", 0.0, PieceType.CONTROL)]
-    pieces += [Piece(f"<0x{b:02X}>", 0.0, PieceType.BYTE) for b in range(256)]
-    pieces += [Piece("ab", -2.0, PieceType.NORMAL), Piece("bc", -1.0, PieceType.NORMAL)]
-    pieces += [Piece(c, -9.0, PieceType.NORMAL) for c in "abc\u2581"]
-    model = SentencePieceModel(
-        pieces=tuple(pieces),
-        model_type=2,
-        byte_fallback=True,
-        space_as_suffix=False,
-        charsmap=b"",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        escape_whitespaces=True,
-    )
+    merged = {"ab": -2.0, "bc": -1.0}
+    model = sentencepiece_model("abc\u2581", merged, add_dummy_prefix=False)
     assert to_tokenizer(model, "m").encode("abc").tokens == ["a", "bc"]
 
 

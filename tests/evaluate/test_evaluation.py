@@ -20,7 +20,7 @@ from lib.checkpoint.published import publish_model
 from lib.config.operation import EvaluateConfig
 from lib.config.run_config import RunConfig
 from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from lib.data.sentencepiece_model import Piece, PieceType, SentencePieceModel, to_tokenizer
+from lib.data.sentencepiece_model import to_tokenizer
 from lib.data.splits import describe_splits
 from lib.data.tokenizer import TextTokenizer, describe_tokenizer
 from lib.data.tokens_manifest import TokensManifest
@@ -43,7 +43,7 @@ from lib.layers.attention import attention_backend
 from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
-from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, train
+from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, sentencepiece_model, train
 from tests.train.tiny_run import VOCABULARY, tiny_config
 
 PROJECT = Path(__file__).parents[2]
@@ -249,19 +249,7 @@ def metaspace_tokenizer() -> TextTokenizer:
 
 def sentencepiece_tokenizer() -> TextTokenizer:
     """Single letters and bytes, a space before every text, as in Llama's tokenizer."""
-    pieces = [Piece("<unk>", 0.0, PieceType.UNKNOWN), Piece("</s>", 0.0, PieceType.CONTROL)]
-    pieces += [Piece(f"<0x{byte:02X}>", 0.0, PieceType.BYTE) for byte in range(256)]
-    pieces += [Piece(letter, -9.0, PieceType.NORMAL) for letter in "abcdefgh(:)=_\u2581"]
-    model = SentencePieceModel(
-        pieces=tuple(pieces),
-        model_type=2,
-        byte_fallback=True,
-        space_as_suffix=False,
-        charsmap=b"",
-        add_dummy_prefix=True,
-        remove_extra_whitespaces=False,
-        escape_whitespaces=True,
-    )
+    model = sentencepiece_model("abcdefgh(:)=_\u2581", {}, add_dummy_prefix=True)
     backend = to_tokenizer(model, "tiny")
     return TextTokenizer(backend, describe_tokenizer(backend, "sentencepiece", "</s>"))
 

@@ -109,6 +109,7 @@ def test_worker_killed_from_outside_is_named(start: Callable[..., Toy]) -> None:
     toy = start("lose_a_peer", "2", "-", "5")
     status, _, err = toy.finish()
     assert status == 1
+    assert "connection closed by peer" in err
     assert err.splitlines()[-1].startswith("error: rank 1 was ended by SIGKILL")
 
 

@@ -48,9 +48,13 @@ def crash(_folder: Path, _stop: StopFlag) -> None:
     time.sleep(60)
 
 
-def lose_a_peer(_folder: Path, stop: StopFlag) -> None:
+def lose_a_peer(folder: Path, stop: StopFlag) -> None:
+    listening = folder / "listening"
     if RANK == "1":
+        while not listening.exists():  # or torchrun may end rank 0 before it can hear a signal
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
+    listening.touch()
     while not stop.requested:
         time.sleep(0.02)
     raise ConnectionError("connection closed by peer")
