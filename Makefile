@@ -18,8 +18,8 @@ GUARD := python -c 'import os, sys; from lib.cli import die_with_parent as guard
 PYTHONS := $(PYTHON) python3.12 python3.11 python3 python
 SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup repro check smoke lint types test test-gpu bench plots unlock clean clean-state \
-	lock preset dvc-settings
+.PHONY: help setup repro check smoke lint types test test-layouts test-gpu bench plots unlock \
+	clean clean-state lock preset dvc-settings
 
 help: ## lists the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -48,7 +48,13 @@ types: setup ## checks types
 	pyrefly check
 
 test: setup ## runs the tests that need no GPU
-	OMP_NUM_THREADS=1 python -m pytest -n 2 -m "not gpu and not multi_gpu"
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadgroup -m "not gpu and not multi_gpu" \
+		--ignore tests/layouts
+	@# Alone: beside other work, up to 8 ranks wait for each other's turn at every collective.
+	OMP_NUM_THREADS=1 python -m pytest -m "not layouts" tests/layouts
+
+test-layouts: setup ## compares every layout of up to 8 processes with one (about half an hour)
+	python -m pytest -v tests/layouts
 
 test-gpu: setup ## runs the tests that need one or more GPUs
 	python -m pytest -m "gpu or multi_gpu"

@@ -153,9 +153,9 @@ def _bar(stream: TextIO) -> Progress:
     return Progress(*columns, console=Console(file=stream, soft_wrap=True))
 
 
-def table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Prints a two-column table of names and values."""
-    grid = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows:
-        grid.add_row(name, value)
+def table(title: str, rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
+    """Prints a table: names and values, or columns under headers."""
+    grid = Table(*headers, title=title, show_header=bool(headers), title_justify="left")
+    for row in rows:
+        grid.add_row(*row)
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(grid)

@@ -4,6 +4,7 @@ This module runs twice. A person (or DVC) starts the launcher, which chooses dev
 and starts torchrun; torchrun starts this module again as the workers, which train.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lib.config.run_config import RunConfig
 from lib.console import say
 from lib.train.hardware import cuda_device_names
 from lib.train.launch import LaunchOptions, launch
+from lib.train.nodes import find_nodes
 from lib.train.worker import is_worker, worker_session
 
 RUN_CONFIG = Path("outputs/run_config.json")
@@ -28,7 +30,7 @@ def main(params: Path) -> None:
 
     Ctrl-C or SIGTERM saves the state first; the same command, run again, continues. A run that is
     finished continues when training.train_iters grows. Any other change of what is trained starts
-    afresh, beside the old state.
+    afresh, beside the old state. On several nodes, start it on each (docs/clusters.md).
 
     \b
     Reads   outputs/run_config.json, data/tokens, data/tokenizer
@@ -46,7 +48,10 @@ def main(params: Path) -> None:
     config = RunConfig.load(RUN_CONFIG)
     gpus = cuda_device_names()
     device = choose_device(launch_config, len(gpus))
-    processes = process_count(config, launch_config, len(gpus))
+    nodes = find_nodes(launch_config, os.environ)
+    processes = process_count(config, launch_config, len(gpus), nodes.count)
+    if nodes.count > 1 and nodes.rank == 0:
+        say(f"training on {nodes.count} nodes x {processes} processes")
     if device == "cuda" and processes < len(gpus):
         say(f"training on {processes} of {len(gpus)} GPUs, as parallel and the batch sizes allow")
     options = LaunchOptions(
@@ -55,6 +60,7 @@ def main(params: Path) -> None:
         threads=launch_config.threads,
         stop_timeout_s=launch_config.stop_timeout_s,
         log_dir=state_root(),
+        nodes=nodes,
     )
     sys.exit(launch("stages.pretrain", ["--params", str(params)], options))
 

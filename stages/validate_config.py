@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from lib.atomic import write_text_atomically
 from lib.cli import stage_command
+from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_rules import TOKENIZER_INFO, TOKENS_MANIFEST, TokenizerFacts
 from lib.config.launch_plan import process_count
 from lib.config.operation import CONFIG_SECTIONS, LaunchConfig
@@ -102,7 +103,7 @@ def warn_of_machine(params_file: ParamsFile, gpus: int) -> None:
     """
     launch = params_file.section("launch", LaunchConfig)
     try:
-        process_count(Params.from_file(params_file), launch, gpus)
+        process_count(Params.from_file(params_file), launch, gpus, launch.nodes or 1)
     except UserError as error:
         warn(f"pretrain cannot run on this machine: {error}")
 
@@ -197,7 +198,7 @@ def _unusable(path: str, error: Exception, stage: str) -> UserError:
 
 def summarise(run_config: RunConfig) -> None:
     """Prints what will be trained, and on what."""
-    model, training, schedule = run_config.model, run_config.training, run_config.schedule
+    model, training = run_config.model, run_config.training
     derived, batch = run_config.derived, run_config.training.global_batch_size
     rows = [
         ("parameters", f"{derived.num_parameters:,}"),
@@ -214,18 +215,34 @@ def summarise(run_config: RunConfig) -> None:
         ("steps", f"{training.train_iters:,}"),
         ("tokens in all", f"{derived.train_tokens:,}"),
         ("epochs", _describe_epochs(derived.epochs)),
-        ("warm-up", f"ends at {_in_steps(schedule.warmup_samples, batch)}"),
-        ("decay", f"{schedule.decay}, ends at {_in_steps(schedule.decay_samples, batch)}"),
+        *_describe_course(run_config),
     ]
-    if schedule.decay == "wsd":
-        rows.append(
-            ("last part", f"the last {schedule.wsd_decay_samples / batch:,.10g} steps of it")
-        )
     for name, split in run_config.data.splits.items():
         first, end = split.documents
         text = f"{end - first:,} documents, {split.tokens:,} tokens, {split.samples:,} samples"
         rows.append((f"{name} split", text))
     table("Run configuration", rows)
+
+
+def _describe_course(run_config: RunConfig) -> list[tuple[str, str]]:
+    """Batch size and learning rate over the run, in rows of a table."""
+    schedule, batches = run_config.schedule, BatchSchedule.of(run_config.training)
+    rows: list[tuple[str, str]] = []
+    if batches.has_rampup:
+        growth = f"by {batches.increment} to {batches.global_batch_size}"
+        end = _in_steps(batches.samples, batches)
+        rows.append(("batch ramp-up", f"from {batches.start} {growth} samples, ends at {end}"))
+    rows += [
+        ("warm-up", f"ends at {_in_steps(schedule.warmup_samples, batches)}"),
+        ("decay", f"{schedule.decay}, ends at {_in_steps(schedule.decay_samples, batches)}"),
+    ]
+    if schedule.decay == "wsd":
+        last = schedule.wsd_decay_samples
+        length = f"{last:,} samples"
+        if not batches.has_rampup:
+            length = f"{last / batches.global_batch_size:,.10g} steps"
+        rows.append(("last part", f"the last {length} of it"))
+    return rows
 
 
 def _describe_epochs(epochs: float) -> str:
@@ -234,8 +251,10 @@ def _describe_epochs(epochs: float) -> str:
     return f"{epochs:.2f}: each sample of the training split is seen more than once"
 
 
-def _in_steps(samples: int, batch: int) -> str:
-    return f"step {samples / batch:,.10g}"
+def _in_steps(samples: int, batches: BatchSchedule) -> str:
+    if batches.has_rampup:
+        return f"step {batches.iterations(samples):,} ({samples:,} samples)"
+    return f"step {samples / batches.global_batch_size:,.10g}"
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def test_stages_are_named_verb_noun() -> None:
 
 def test_tests_mirror_the_code() -> None:
     mirrored = {path.name for path in (ROOT / "lib").iterdir() if path.is_dir()}
-    mirrored |= {"gpu", "kernels", "stages", "workflow"}
+    mirrored |= {"gpu", "kernels", "layouts", "stages", "workflow"}
     folders = {
         path.relative_to(ROOT / "tests").parts[0] for path in PYTHON if "tests" in path.parts
     }

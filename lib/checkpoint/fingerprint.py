@@ -24,6 +24,11 @@ TRAJECTORY = frozenset(
         "training.seed",
         "training.seq_length",
         "training.global_batch_size",
+        "training.rampup_start_batch_size",
+        "training.rampup_increment",
+        "training.rampup_samples",
+        "training.label_smoothing",
+        "training.z_loss",
         "training.split",
         "data.tokens_sha256",
         "data.tokenizer_fingerprint",
@@ -48,13 +53,19 @@ NOT_TRAJECTORY = frozenset(
         "derived",
     }
 )
-# Fields of ``schedule`` that a decay form does not read: were they kept, a constant rate could
+# Fields that a decay form or a number type does not read: were they kept, a constant rate could
 # not be continued past its first length.
-_UNREAD = {
+_UNREAD_OF_SCHEDULE = {
     "cosine": {"wsd_decay_samples", "wsd_style"},
     "linear": {"wsd_decay_samples", "wsd_style"},
     "constant": {"wsd_decay_samples", "wsd_style", "decay_samples", "min_lr"},
     "wsd": set(),
+}
+_OF_DYNAMIC_LOSS_SCALE = {
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "loss_scale_hysteresis",
 }
 
 
@@ -67,14 +78,24 @@ def fingerprint(run_config: RunConfig) -> str:
 def fingerprint_parts(run_config: RunConfig) -> dict[str, object]:
     """The fields that define the trajectory, nested as in the run configuration."""
     parts: dict[str, object] = {}
+    unread = _unread(run_config)
     for name, value in leaves(run_config.model_dump(mode="json")):
-        if is_trajectory(name):
+        if is_trajectory(name) and name not in unread:
             _set(parts, name, value)
-    schedule = parts["schedule"]
-    assert isinstance(schedule, dict)
-    for name in _UNREAD[run_config.schedule.decay]:
-        schedule.pop(name, None)
     return parts
+
+
+def _unread(run_config: RunConfig) -> set[str]:
+    """Dotted names of the fields that this run does not read."""
+    of_schedule = _UNREAD_OF_SCHEDULE[run_config.schedule.decay]
+    of_precision: set[str] = set()
+    if run_config.precision.compute != "fp16":
+        of_precision = _OF_DYNAMIC_LOSS_SCALE | {"loss_scale"}
+    elif run_config.precision.loss_scale is not None:
+        of_precision = _OF_DYNAMIC_LOSS_SCALE
+    return {f"schedule.{name}" for name in of_schedule} | {
+        f"precision.{name}" for name in of_precision
+    }
 
 
 def is_trajectory(name: str) -> bool:

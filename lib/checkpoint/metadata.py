@@ -9,7 +9,7 @@ well: this project stores tensors only, scalars are JSON.
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -114,13 +114,21 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def disagreements(metadata: Metadata, tensors: Mapping[str, Tensor]) -> list[str]:
-    """How a checkpoint differs from the tensors that it is to fill: names, shapes, types."""
+def disagreements(
+    metadata: Metadata, tensors: Mapping[str, Tensor], everyones: Collection[str]
+) -> list[str]:
+    """How a checkpoint differs from the tensors that it is to fill: names, shapes, types.
+
+    Args:
+        metadata: of the checkpoint.
+        tensors: this rank's.
+        everyones: the names that any rank fills: a pipeline stage fills its own layers only.
+    """
     stored = metadata.state_dict_metadata
     found = [f"{name} is missing" for name in sorted(set(tensors) - set(stored))]
     found += [
         f"{name} has no place in this model"
-        for name in sorted(set(stored) - set(tensors))
+        for name in sorted(set(stored) - set(everyones))
         if not name.startswith(RANK_PREFIX)
     ]
     for name in sorted(set(stored) & set(tensors)):

@@ -4,6 +4,7 @@
     optimizer.exp_avg.NAME         AdamW's moments
     optimizer.exp_avg_sq.NAME
     random.rank_00000.cpu, .cuda   state of torch's generators, one for each rank
+    random.rank_00000.shard        that of the stream of its tensor-parallel shard, where it has one
 
 NAME is the model's global parameter name, the same in every layout; a sharded parameter is a
 DTensor and its moments are sharded alike. The tensors given here share memory with the model and
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lib.checkpoint.metadata import RANK_PREFIX
+from lib.parallel.random import RandomStream
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "optimizer_step"
@@ -29,12 +31,12 @@ def training_tensors(
     """Parameters and moments under their names in a checkpoint.
 
     A fresh optimizer's moments are created (zeros, as its first step would), so that the same
-    call serves to save and to load.
+    call serves to save and to load. To save, leave copies of another stage's parameters out.
     """
     tensors: dict[str, Tensor] = {}
     parameters = dict(named_parameters)
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    assert held == set(parameters.values()), "the optimizer is another model's"
+    assert held >= set(parameters.values()), "the optimizer is another model's"
     _create_moments(optimizer)
     for name, parameter in parameters.items():
         tensors[f"model.{name}"] = parameter.detach()
@@ -59,8 +61,10 @@ def restore(optimizer: AdamW, scalars: Mapping[str, object]) -> None:
         state["step"].fill_(step)
 
 
-def random_streams(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators this rank draws from, under names of this rank alone.
+def random_streams(
+    rank: int, device: torch.device, shard_stream: RandomStream | None = None
+) -> dict[str, Tensor]:
+    """The state of the streams this rank draws from, under names of this rank alone.
 
     Ranks draw different numbers, so one rank's stream must never serve another: restore them
     only where the rank grid and the kind of device are those of the save, and derive them from
@@ -70,15 +74,24 @@ def random_streams(rank: int, device: torch.device) -> dict[str, Tensor]:
     streams = {f"{prefix}cpu": torch.get_rng_state()}
     if device.type == "cuda":
         streams[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
+    if shard_stream is not None:
+        streams[f"{prefix}shard"] = shard_stream.state
     return streams
 
 
-def restore_random_streams(tensors: Mapping[str, Tensor], rank: int, device: torch.device) -> None:
-    """Sets torch's generators from loaded tensors named by `random_streams`."""
+def restore_random_streams(
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    device: torch.device,
+    shard_stream: RandomStream | None = None,
+) -> None:
+    """Sets this rank's streams from loaded tensors named by `random_streams`."""
     prefix = f"{RANK_PREFIX}rank_{rank:05d}."
     torch.set_rng_state(tensors[f"{prefix}cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors[f"{prefix}cuda"], device)
+    if shard_stream is not None:
+        shard_stream.state = tensors[f"{prefix}shard"]
 
 
 def _create_moments(optimizer: AdamW) -> None:

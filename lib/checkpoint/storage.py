@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from lib.checkpoint import directory as folders
 from lib.checkpoint.directory import Damaged, read_scalars
@@ -90,8 +92,9 @@ def save(
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
     folder = folders.iteration_path(directory, iteration)
     unsealed = folders.partial_path(folder)
+    needed = bytes_needed(tensors)
     try:
-        on_rank_zero(lambda: _prepare(unsealed, tensors))
+        on_rank_zero(lambda: _prepare(unsealed, needed))
         with _quiet():
             dcp.save(
                 dict(tensors),
@@ -105,16 +108,22 @@ def save(
         on_rank_zero(lambda: _seal(unsealed, iteration, hashes))
         on_rank_zero(lambda: _publish(unsealed, folder, iteration))
     except (OSError, dcp.CheckpointException) as error:
-        reason, needed = _reason(error), bytes_needed(tensors)
+        reason = _reason(error)
         raise UserError(on_rank_zero(lambda: _undo(folder, needed, reason))) from error
     on_rank_zero(lambda: _rotate(directory, iteration, keep_last, keep_every))
     return folder
 
 
 def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
-    """Disk space for one checkpoint of these tensors (all ranks' pieces), rounded up."""
-    framing = _FRAMING_BYTES * (len(tensors) * rank_and_size()[1] + 8)
-    return framing + sum(each.numel() * each.element_size() for each in tensors.values())
+    """Disk space for one checkpoint of these tensors (all ranks' pieces), rounded up.
+
+    All ranks call it: a pipeline stage knows its own layers only.
+    """
+    sizes: dict[str, int] = {}
+    for theirs in gather({k: each.numel() * each.element_size() for k, each in tensors.items()}):
+        sizes |= theirs
+    framing = _FRAMING_BYTES * (len(sizes) * rank_and_size()[1] + 8)
+    return framing + sum(sizes.values())
 
 
 def require_space(directory: Path, needed: int) -> None:
@@ -161,6 +170,33 @@ def find_latest(directory: Path, max_iteration: int | None = None) -> LoadedChec
     return None
 
 
+def read_model(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Reads whole parameters from a checkpoint, on this process alone.
+
+    Args:
+        folder: a complete checkpoint.
+        shapes: shape of each parameter by its global name, padding rows included.
+
+    Returns:
+        The parameters by global name, on the CPU, in the dtype of the master weights.
+    """
+    stored = read_metadata(folder).state_dict_metadata
+    tensors = {}
+    for name, shape in shapes.items():
+        entry = stored[f"model.{name}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert tuple(entry.size) == shape
+        tensors[f"model.{name}"] = torch.empty(shape, dtype=entry.properties.dtype)
+    with _quiet():
+        dcp.load(
+            tensors,
+            storage_reader=SafeReader(folder),
+            planner=TensorsOnlyPlanner(),
+            no_dist=True,
+        )
+    return {name: tensors[f"model.{name}"] for name in shapes}
+
+
 def load_tensors(checkpoint: LoadedCheckpoint, tensors: Mapping[str, Tensor]) -> None:
     """Fills ``tensors`` in place; pieces are cut to the present layout.
 
@@ -168,12 +204,13 @@ def load_tensors(checkpoint: LoadedCheckpoint, tensors: Mapping[str, Tensor]) ->
         UserError: a tensor is missing, superfluous, or of another shape or type.
     """
     problems: list[str]
+    everyones = {name for names in gather(list(tensors)) for name in names}
     try:
-        problems = disagreements(read_metadata(checkpoint.path), tensors)
+        problems = disagreements(read_metadata(checkpoint.path), tensors, everyones)
     except Damaged as fault:
         problems = [str(fault)]
-    everyones = {problem: None for ranks in gather(problems) for problem in ranks}
-    require_agreement(checkpoint.path, list(everyones))
+    found = {problem: None for ranks in gather(problems) for problem in ranks}
+    require_agreement(checkpoint.path, list(found))
     try:
         with _quiet():
             dcp.load(
@@ -196,11 +233,11 @@ def load_latest(
     return checkpoint
 
 
-def _prepare(unsealed: Path, tensors: Mapping[str, Tensor]) -> None:
+def _prepare(unsealed: Path, needed: int) -> None:
     """Rank 0: clears debris away, looks whether there is room, makes the folder."""
     unsealed.parent.mkdir(parents=True, exist_ok=True)
     folders.remove_debris(unsealed.parent)
-    require_space(unsealed.parent, bytes_needed(tensors))
+    require_space(unsealed.parent, needed)
     unsealed.mkdir()
 
 

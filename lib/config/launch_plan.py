@@ -5,28 +5,35 @@ shown before anything runs. Parameters that are not resolved yet serve as well: 
 data.
 """
 
+import math
 from dataclasses import dataclass
 
-from lib.config.nearest import divisors_near, multiples_near
+from lib.config.nearest import divisors, divisors_near, multiples_near, nearest_of
 from lib.config.operation import LaunchConfig
 from lib.config.run_config import Params, RunConfig
+from lib.config.schema import ParallelConfig, TrainingShape
 from lib.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a training run is laid over its processes.
 
     Attributes:
         tensor: processes that share each layer.
         pipeline: groups of layers on processes of their own.
+        virtual_stages: chunks of layers per process.
         data: copies of the model.
-        micro_batches: per step and copy, each of ``training.micro_batch_size`` samples.
+        data_shard: copies that split the optimizer's state (and more) among them.
+        micro_batches: per step and copy, each of ``training.micro_batch_size`` samples; of the
+            full batch, as a ramp-up has fewer.
     """
 
     tensor: int
     pipeline: int
+    virtual_stages: int
     data: int
+    data_shard: int
     micro_batches: int
 
     @property
@@ -51,45 +58,96 @@ def choose_device(launch: LaunchConfig, gpus: int) -> str:
     return launch.device
 
 
-def process_count(run_config: RunConfig | Params, launch: LaunchConfig, gpus: int) -> int:
-    """The processes to start on a machine with so many GPUs.
+def process_count(
+    run_config: RunConfig | Params, launch: LaunchConfig, gpus: int, nodes: int = 1
+) -> int:
+    """The processes to start on a machine with so many GPUs, one of ``nodes`` alike.
 
     ``launch.processes`` decides where it is given, then ``parallel.data``. Else a CPU run takes
-    the fewest, and a GPU run the most GPUs over which the global batch divides: that may be fewer
-    than there are, which the caller should say.
+    the fewest, and a GPU run the most GPUs that the layout and the batch allow: that may be fewer
+    than there are, which the caller should say. All machines start equally many.
 
     Raises:
-        UserError: the wanted processes do not fit the GPUs or the batch.
+        UserError: the wanted processes do not fit the GPUs, the nodes or the batch.
     """
-    parallel, training = run_config.parallel, run_config.training
+    parallel = run_config.parallel
     device = choose_device(launch, gpus)
-    shards = parallel.tensor * parallel.pipeline
+    unit, name = _unit_per_node(parallel, nodes)
     if launch.processes is not None:
         wanted, why = launch.processes, f"launch.processes = {launch.processes}"
     elif parallel.data is not None:
-        wanted, why = shards * parallel.data, f"parallel.data = {parallel.data}"
-    elif device == "cpu" or gpus < shards:
-        wanted, why = shards, f"parallel.tensor x parallel.pipeline = {shards}"
+        wanted, why = _share_of_node(parallel, nodes), f"parallel.data = {parallel.data}"
     else:
-        batches = training.global_batch_size // training.micro_batch_size
-        copies = max(n for n in range(1, gpus // shards + 1) if batches % n == 0)
-        wanted, why = shards * copies, ""
+        wanted, why = unit, name
+        if device == "cuda":
+            larger = (n for n in range(gpus, unit, -1) if _fits(run_config, n * nodes))
+            wanted = next(larger, unit)
     if device == "cuda" and wanted > gpus:
+        fitting = gpus // unit * unit
+        remedy = f"{fitting} processes or less" if fitting else f"a smaller {name.split(' =')[0]}"
         raise UserError(
             f"{why}: wants {wanted} GPUs, one per process, but this machine shows {gpus}; "
-            f"write {gpus // shards * shards or shards} processes or less, or launch.device: cpu"
+            f"write {remedy}, or launch.device: cpu"
         )
-    layout_for(run_config, wanted)
+    layout_for(run_config, wanted * nodes)
     return wanted
 
 
+def _unit_per_node(parallel: ParallelConfig, nodes: int) -> tuple[int, str]:
+    """The fewest processes of a node that make whole copies of the model, and why as text.
+
+    Where the copies' state is split over ``parallel.data_shard`` of them, that many at least.
+    """
+    names, unit = "parallel.tensor x parallel.pipeline", parallel.tensor * parallel.pipeline
+    if parallel.data is None and parallel.data_shard is not None:
+        names, unit = f"{names} x parallel.data_shard", unit * parallel.data_shard
+    return unit // math.gcd(unit, nodes), f"{names} = {unit}"
+
+
+def _share_of_node(parallel: ParallelConfig, nodes: int) -> int:
+    """The processes of a node where ``parallel.data`` says how many there are in all."""
+    assert parallel.data is not None
+    shards = parallel.tensor * parallel.pipeline
+    if shards * parallel.data % nodes:
+        near = multiples_near(parallel.data, nodes // math.gcd(shards, nodes))
+        raise UserError(
+            f"parallel.data = {parallel.data}: makes {shards * parallel.data} processes, which "
+            f"{nodes} nodes do not share evenly; nearest parallel.data: {near}; or another number "
+            "of nodes"
+        )
+    return shards * parallel.data // nodes
+
+
+def _fits(run_config: RunConfig | Params, processes: int) -> bool:
+    try:
+        layout_for(run_config, processes)
+    except UserError:
+        return False
+    return True
+
+
 def layout_for(run_config: RunConfig | Params, processes: int) -> Layout:
-    """The layout of a run over ``processes`` processes.
+    """The layout of a run over ``processes`` processes, those of all nodes together.
 
     Raises:
-        UserError: the processes or the global batch do not divide; never is one rounded.
+        UserError: the processes or a batch do not divide; never is one rounded.
     """
     parallel, training = run_config.parallel, run_config.training
+    copies = _copies(parallel, processes)
+    _check_batches(training, parallel, copies)
+    unit = training.micro_batch_size * copies
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_stages=parallel.virtual_stages,
+        data=copies,
+        data_shard=parallel.data_shard or copies,
+        micro_batches=training.global_batch_size // unit,
+    )
+
+
+def _copies(parallel: ParallelConfig, processes: int) -> int:
+    """Copies of the model that so many processes make."""
     shards = parallel.tensor * parallel.pipeline
     if processes < 1 or processes % shards:
         raise UserError(
@@ -104,13 +162,38 @@ def layout_for(run_config: RunConfig | Params, processes: int) -> Layout:
             f"model; write launch.processes: {shards * parallel.data}, or parallel.data: {copies} "
             "or null"
         )
-    batch, micro = training.global_batch_size, training.micro_batch_size
-    if batch % (micro * copies):
-        fitting = divisors_near(copies, max(1, batch // micro))
+    if parallel.data_shard is not None and copies % parallel.data_shard:
         raise UserError(
-            f"training.global_batch_size = {batch}: must be divisible by "
-            f"training.micro_batch_size = {micro} x {copies} copies of the model = "
-            f"{micro * copies}; nearest global_batch_size: {multiples_near(batch, micro * copies)};"
-            f" nearest number of copies: {fitting} (processes: {shards} per copy)"
+            f"parallel.data_shard = {parallel.data_shard}: must divide the {copies} copies of the "
+            f"model that {processes} processes make; nearest: "
+            f"{divisors_near(parallel.data_shard, copies)}; or null for all"
         )
-    return Layout(parallel.tensor, parallel.pipeline, copies, batch // (micro * copies))
+    return copies
+
+
+def _check_batches(training: TrainingShape, parallel: ParallelConfig, copies: int) -> None:
+    """Every batch must be a whole number of micro batches on every copy."""
+    micro, unit = training.micro_batch_size, training.micro_batch_size * copies
+    names = ("global_batch_size", "rampup_start_batch_size", "rampup_increment")
+    sizes: dict[str, int | None] = {name: getattr(training, name) for name in names}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in given.items():
+        if size % unit:
+            raise UserError(
+                f"training.{name} = {size}: must be divisible by training.micro_batch_size = "
+                f"{micro} x {copies} copies of the model = {unit}; nearest {name}: "
+                f"{multiples_near(size, unit)}"
+                + _fitting_copies(math.gcd(*given.values()), micro, parallel, copies)
+            )
+
+
+def _fitting_copies(batches: int, micro: int, parallel: ParallelConfig, copies: int) -> str:
+    """Numbers of copies that would suit all batches, whose greatest common divisor is given."""
+    groups = parallel.data_shard or 1
+    fitting = [n for n in divisors(batches // micro or 1) if n % groups == 0]
+    if batches % micro or not fitting:
+        return ""
+    return (
+        f"; nearest number of copies: {nearest_of(copies, fitting)} "
+        f"(processes: {parallel.tensor * parallel.pipeline} per copy)"
+    )

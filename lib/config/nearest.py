@@ -1,6 +1,7 @@
 """Nearest legal values, for the remedy of a broken rule."""
 
 import math
+from collections.abc import Sequence
 
 
 def multiples_near(value: int, step: int) -> str:
@@ -11,8 +12,18 @@ def multiples_near(value: int, step: int) -> str:
 
 def divisors_near(value: int, whole: int) -> str:
     """The divisors of ``whole`` on both sides of ``value``, as ``"4 or 8"``."""
+    return nearest_of(value, divisors(whole))
+
+
+def divisors(whole: int) -> list[int]:
+    """All divisors of a positive number, in order."""
     small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
-    divisors = small + [whole // n for n in reversed(small)]
-    below = [n for n in divisors if n <= value][-1:]
-    above = [n for n in divisors if n > value][:1]
+    large = [whole // n for n in reversed(small) if n * n != whole]
+    return small + large
+
+
+def nearest_of(value: int, legal: Sequence[int]) -> str:
+    """The legal values, sorted, on both sides of ``value``, as ``"4 or 8"``."""
+    below = [n for n in legal if n <= value][-1:]
+    above = [n for n in legal if n > value][:1]
     return " or ".join(map(str, below + above))

@@ -6,7 +6,7 @@ digits): when to save, what to evaluate, on which processes to run.
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from lib.config.schema import (
     ModelSection,
@@ -17,6 +17,8 @@ from lib.config.schema import (
     Section,
     TrainingSection,
 )
+
+_LARGEST_PORT = 65535
 
 
 class CheckpointConfig(Section):
@@ -88,6 +90,34 @@ class LaunchConfig(Section):
     """Seconds that a run gets to save its state when it is told to stop. Large models need
     minutes."""
 
+    nodes: int | None = Field(default=None, ge=1)
+    """Machines that train together, each started by its own command. Null: one, or as many as
+    Slurm says. ``processes`` is of one of them."""
+
+    node_rank: int | None = Field(default=None, ge=0)
+    """Number of this machine among them, from 0. Null: the environment's DRYDOCK_NODE_RANK, or
+    what Slurm says."""
+
+    rendezvous: str | None = None
+    """``host:port`` where the machines meet: a name of machine 0 that all can reach, and any free
+    port of it. Null: this machine, or what Slurm says."""
+
+    debug: Literal["collectives"] | None = None
+    """``collectives`` compares each message between processes on all of them and names the
+    process and call that is late or differs; slow. Null: off."""
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _rendezvous_has_host_and_port(cls, text: str | None) -> str | None:
+        if text is None:
+            return None
+        host, _, port = text.rpartition(":")
+        if not host.strip() or not port.isdecimal() or not 0 < int(port) <= _LARGEST_PORT:
+            raise ValueError(
+                'must be host:port, the port 1 to 65535; write something like "node0:29500"'
+            )
+        return text
+
 
 class RuntimeConfig(Section):
     """The section ``runtime``: speed and output. No stage reruns when it changes."""
@@ -104,6 +134,21 @@ class RuntimeConfig(Section):
     attention: Literal["auto", "sdpa", "reference"] = "auto"
     """Attention code: ``sdpa`` is torch's fused one, ``reference`` the plain formula (slow, for
     comparison), ``auto`` the fastest that this machine has."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of kept: ``selective`` the attention's
+    core, which is cheap to compute and large to keep; ``full`` whole layers, about a third more
+    time. The result does not change."""
+
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """For full: ``uniform`` keeps only the input of each group of recompute_layers layers;
+    ``block`` recomputes the first recompute_layers layers of each chunk and keeps the rest."""
+
+    recompute_layers: int = Field(default=1, ge=1)
+    """For full: layers, as the method says."""
+
+    gradient_statistics: int = Field(default=0, ge=0)
+    """Iterations between two records of each parameter's gradient; 0 records none."""
 
 
 # Every section of params.yaml but the data stages' own (corpus, tokenizer, tokens), which

@@ -1,6 +1,7 @@
 """Rules across fields and sections of params.yaml: one rule, one function.
 
-A rule takes the sections that it compares, by name: ``model``, ``training``, ..., and of the data
+Rules on the layout, on batches and on the data have files of their own beside this one. A rule
+takes the sections that it compares, by name: ``model``, ``training``, ..., and of the data
 ``data`` (the tokenised corpus), ``tokenizer_facts`` and ``vocab_size``. It yields what is wrong,
 with the nearest legal values. ``broken_rules`` runs them all, so that a person sees every problem
 at once; a rule is left out where a section that it needs is broken in itself or not there yet.
@@ -11,14 +12,16 @@ Nothing is ever rounded to fit: a batch that does not divide is refused, not shr
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 
+from lib.config.batch_rules import BATCH_RULES
 from lib.config.data_rules import DATA_RULES
+from lib.config.layout_rules import LAYOUT_RULES
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.operation import EvaluateConfig
 from lib.config.run_config import in_samples
 from lib.config.schema import (
     ModelSection,
     OptimizerConfig,
-    ParallelConfig,
+    PrecisionConfig,
     ScheduleSection,
     TrainingSection,
 )
@@ -94,69 +97,30 @@ def positions_cover_the_sequence(
         )
 
 
-# ---- the layout
+# ---- number types
 
 
-def one_shard_and_one_stage(parallel: ParallelConfig) -> Iterator[Problem]:
-    """Tensor and pipeline parallelism are not in this version."""
-    for name, degree in (("tensor", parallel.tensor), ("pipeline", parallel.pipeline)):
-        if degree != 1:
-            yield Problem(
-                f"parallel.{name}",
-                str(degree),
-                "must be 1 in this version",
-                "write 1, and use more processes by parallel.data",
-            )
-
-
-def layers_divide_by_tensor(model: ModelSection, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Tensor parallelism cuts heads, the MLP and the vocabulary into equal parts."""
-    tensor = parallel.tensor
-    sizes = {
-        "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "vocab_size_multiple": model.vocab_size_multiple,
-    }
-    for name, size in sizes.items():
-        if size is not None and size % tensor:
-            yield Problem(
-                f"model.{name}",
-                str(size),
-                f"must be divisible by parallel.tensor = {tensor}",
-                f"nearest: {multiples_near(size, tensor)}; or parallel.tensor: "
-                f"{divisors_near(tensor, size)}",
-            )
-
-
-def query_groups_divide_by_tensor(
-    model: ModelSection, parallel: ParallelConfig
-) -> Iterator[Problem]:
-    """Key and value heads are dealt out to the shards, or each is copied to equally many."""
-    groups, tensor = model.num_query_groups, parallel.tensor
-    if groups is not None and groups % tensor and tensor % groups:
+def loss_scale_is_for_fp16(precision: PrecisionConfig) -> Iterator[Problem]:
+    """Only fp16 loses small gradients."""
+    if precision.loss_scale is not None and precision.compute != "fp16":
         yield Problem(
-            "model.num_query_groups",
-            str(groups),
-            f"must be a multiple or a divisor of parallel.tensor = {tensor}",
-            f"nearest: {multiples_near(groups, tensor)}; or {divisors_near(groups, tensor)}",
+            "precision.loss_scale",
+            f"{precision.loss_scale:g}",
+            f"precision.compute: {precision.compute} does not read it",
+            "write null, or compute: fp16",
         )
 
 
-def global_batch_divides(training: TrainingSection, parallel: ParallelConfig) -> Iterator[Problem]:
-    """A step is a whole number of micro batches on every copy of the model."""
-    batch, micro, copies = training.global_batch_size, training.micro_batch_size, parallel.data
-    unit = micro * (copies or 1)
-    if batch % unit == 0:
-        return
-    factors = f"training.micro_batch_size = {micro}"
-    remedy = f"nearest global_batch_size: {multiples_near(batch, unit)}"
-    if copies is not None and copies > 1:
-        factors += f" x parallel.data = {copies}"
-    if copies is None or batch % copies == 0:
-        remedy += f"; nearest micro_batch_size: {divisors_near(micro, batch // (copies or 1))}"
-    yield Problem(
-        "training.global_batch_size", str(batch), f"must be divisible by {factors}", remedy
-    )
+def loss_scale_begins_above_its_floor(precision: PrecisionConfig) -> Iterator[Problem]:
+    """The scale falls from its first value, never below the least one."""
+    first, least = precision.initial_loss_scale, precision.min_loss_scale
+    if first < least:
+        yield Problem(
+            "precision.initial_loss_scale",
+            f"{first:g}",
+            f"must be at least precision.min_loss_scale = {least:g}",
+            f"write {least:g} or more, or min_loss_scale: {first:g} or less",
+        )
 
 
 # ---- lengths
@@ -186,18 +150,6 @@ def lengths_are_given_once(
             "null",
             "the length of training must be given",
             "give training.train_iters or training.train_samples",
-        )
-
-
-def train_samples_are_whole_steps(training: TrainingSection) -> Iterator[Problem]:
-    """Training ends after a whole step."""
-    samples, batch = training.train_samples, training.global_batch_size
-    if samples is not None and samples % batch:
-        yield Problem(
-            "training.train_samples",
-            str(samples),
-            f"must be divisible by training.global_batch_size = {batch}",
-            f"nearest: {multiples_near(samples, batch)}",
         )
 
 
@@ -313,17 +265,16 @@ ALL_RULES: tuple[Rule, ...] = (
     heads_divide_into_query_groups,
     rope_needs_even_head_dim,
     positions_cover_the_sequence,
-    one_shard_and_one_stage,
-    layers_divide_by_tensor,
-    query_groups_divide_by_tensor,
-    global_batch_divides,
+    loss_scale_is_for_fp16,
+    loss_scale_begins_above_its_floor,
     lengths_are_given_once,
-    train_samples_are_whole_steps,
     warmup_ends_before_the_decay_and_the_training,
     wsd_decay_is_given_for_wsd_only,
     wsd_decay_fits_after_the_warmup,
     min_lr_is_at_most_lr,
     evaluation_takes_batches,
     top_k_is_at_most_the_vocabulary,
+    *LAYOUT_RULES,
+    *BATCH_RULES,
     *DATA_RULES,
 )

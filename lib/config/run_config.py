@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError
 
+from lib.config.batch_schedule import BatchSchedule
 from lib.config.operation import CheckpointConfig
 from lib.config.params_file import ParamsFile
 from lib.config.schema import (
@@ -84,7 +85,7 @@ class DerivedNumbers(Section):
     """Weights, without the padding rows of the vocabulary."""
 
     tokens_per_step: int
-    """global_batch_size x seq_length."""
+    """global_batch_size x seq_length; a ramp-up begins with fewer."""
 
     train_tokens: int
     """Tokens that training sees."""
@@ -166,7 +167,6 @@ def resolve(params: Params, facts: DataFacts) -> RunConfig:
     """The run configuration of parameters that break no rule of ``lib.config.rules``."""
     model = resolve_model(params.model, params.training.seq_length)
     training = resolve_training(params.training)
-    tokens_per_step = training.global_batch_size * training.seq_length
     train_samples_per_epoch = facts.splits["train"].samples
     return RunConfig(
         model=model,
@@ -180,8 +180,8 @@ def resolve(params: Params, facts: DataFacts) -> RunConfig:
         derived=DerivedNumbers(
             padded_vocab_size=padded_size(facts.vocab_size, model.vocab_size_multiple),
             num_parameters=count_parameters(model, facts.vocab_size),
-            tokens_per_step=tokens_per_step,
-            train_tokens=training.train_iters * tokens_per_step,
+            tokens_per_step=training.global_batch_size * training.seq_length,
+            train_tokens=training.train_samples * training.seq_length,
             epochs=training.train_samples / train_samples_per_epoch,
         ),
     )
@@ -190,13 +190,10 @@ def resolve(params: Params, facts: DataFacts) -> RunConfig:
 def resolve_model(section: ModelSection, seq_length: int) -> ModelConfig:
     """Fills in the nulls of a model section."""
     hidden = section.hidden_size
-    wide = 4 * hidden
-    if section.activation == "swiglu":
-        wide = padded_size(-(-8 * hidden // 3), _FFN_MULTIPLE)
     derived = {
         "num_query_groups": section.num_attention_heads,
         "head_dim": hidden // section.num_attention_heads,
-        "ffn_hidden_size": wide,
+        "ffn_hidden_size": default_ffn_size(section),
         "max_position_embeddings": seq_length,
         "qkv_bias": section.bias,
     }
@@ -204,13 +201,21 @@ def resolve_model(section: ModelSection, seq_length: int) -> ModelConfig:
     return ModelConfig.model_validate({**derived, **written})
 
 
+def default_ffn_size(section: ModelSection) -> int:
+    """Width of the MLP where ``ffn_hidden_size`` is null."""
+    hidden = section.hidden_size
+    if section.activation == "swiglu":
+        return padded_size(-(-8 * hidden // 3), _FFN_MULTIPLE)
+    return 4 * hidden
+
+
 def resolve_training(section: TrainingSection) -> TrainingConfig:
     """States the length of training in iterations and in samples."""
-    batch = section.global_batch_size
-    samples = in_samples(section.train_iters, section.train_samples, batch)
+    samples = in_samples(section.train_iters, section.train_samples, section.global_batch_size)
     assert samples is not None, "a rule wants train_iters or train_samples"
     shape = section.model_dump(exclude={"train_iters", "train_samples"})
-    lengths = {"train_iters": samples // batch, "train_samples": samples}
+    iterations = BatchSchedule.of(section).iterations(samples)
+    lengths = {"train_iters": iterations, "train_samples": samples}
     return TrainingConfig.model_validate({**shape, **lengths})
 
 

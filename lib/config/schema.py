@@ -7,7 +7,7 @@ only. Rules across fields are in ``lib.config.rules``; here each field is checke
 
 import math
 from contextlib import suppress
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -121,23 +121,69 @@ class ModelConfig(ModelShape):
 class PrecisionConfig(Section):
     """The section ``precision``."""
 
-    compute: Literal["fp32", "bf16"] = "fp32"
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """Number type of matrix products and activations. bf16 is fast on GPUs; on CPUs often slower,
-    hence fp32. Master weights, gradient sums and moments are always fp32."""
+    hence fp32. fp16 is for GPUs without bf16: its gradients need the loss scale below. Master
+    weights, gradient sums and moments are fp32, except for fp64, where all is fp64: slow, to
+    compare two layouts exactly."""
+
+    loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """For fp16: what the loss is multiplied by, so that small gradients are not rounded to 0; a
+    number stays fixed. Null: found and kept up by itself, with the four keys below."""
+
+    initial_loss_scale: float = Field(default=2.0**32, gt=0, allow_inf_nan=False)
+    """For fp16 and loss_scale null: the first scale. Too large a one costs a skipped step per
+    halving, too small a one accuracy, hence Megatron's 2^32."""
+
+    min_loss_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """For fp16 and loss_scale null: the scale never falls below; a run that overflows even here
+    stops. 1 as Megatron."""
+
+    loss_scale_window: int = Field(default=1000, ge=1)
+    """For fp16 and loss_scale null: the scale doubles after so many steps in a row without an
+    overflow. 1000 as Megatron."""
+
+    loss_scale_hysteresis: int = Field(default=2, ge=1)
+    """For fp16 and loss_scale null: overflows before the scale halves. Counted anew only when the
+    scale doubles. 2 as Megatron, so that one odd batch changes nothing."""
 
 
 class ParallelConfig(Section):
     """The section ``parallel``: how the model is laid over processes."""
 
     tensor: int = Field(default=1, ge=1)
-    """Processes that share each layer. 1 in this version."""
+    """Processes that share each layer, which talk in each one: best on one machine. Must divide
+    heads, the MLP's width and the padded vocabulary."""
 
     pipeline: int = Field(default=1, ge=1)
-    """Groups of layers on processes of their own. 1 in this version."""
+    """Groups of layers on processes of their own; they wait for each other when a step begins
+    and ends, so that many micro batches per step are wanted."""
 
     data: int | None = Field(default=None, ge=1)
     """Copies of the model, each with its part of the global batch. Null: as many as the processes
     of the launch allow, so that one file runs on any machine with the same result."""
+
+    sequence: bool = False
+    """Sequence parallelism: the processes of ``tensor`` share norms and dropout as well, each for
+    its part of the sequence. Saves activation memory at the same traffic. Needs tensor above 1,
+    which must divide training.seq_length."""
+
+    virtual_stages: int = Field(default=1, ge=1)
+    """Chunks of layers per process of the pipeline. More of them wait less (1 / virtual_stages of
+    the time) and send more often. 1 is the plain schedule."""
+
+    layers_per_chunk: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """Layers of each chunk in order of depth: pipeline x virtual_stages numbers. Null: split such
+    that the slowest chunk, with embedding and head counted, is as fast as can be."""
+
+    sharding: Literal["optimizer", "gradients", "parameters"] = "optimizer"
+    """What the copies of the model split among them instead of each holding all: the optimizer's
+    state; also gradients, summed after each micro batch; also parameters, gathered for each use.
+    Each saves more memory than the one before and sends more."""
+
+    data_shard: int | None = Field(default=None, ge=1)
+    """Copies over which is split what ``sharding`` says; every other so many hold the same. Null:
+    all of them. The GPUs of one node keep the traffic of several nodes low. Must divide data."""
 
 
 class OptimizerConfig(Section):
@@ -231,6 +277,25 @@ class TrainingShape(Section):
     global_batch_size: int = Field(ge=1)
     """Samples per optimizer step, over all processes and micro batches. Part of the result."""
 
+    rampup_start_batch_size: int | None = Field(default=None, ge=1)
+    """Samples of the first step, where the batch is to grow to global_batch_size: small batches
+    learn more from each sample early on. Null, as its two companions: no ramp-up."""
+
+    rampup_increment: int | None = Field(default=None, ge=1)
+    """Samples by which the batch grows each time."""
+
+    rampup_samples: int | None = Field(default=None, ge=1)
+    """Samples over which the batch grows, in equal parts for all its sizes below
+    global_batch_size. All lengths of the run must then be in samples."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target given evenly to all tokens of the vocabulary, as torch defines it; 0 to
+    below 1. 0, as for any usual pretraining."""
+
+    z_loss: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of log(sum of exp of the logits)^2 in the loss, which keeps logits from drifting
+    (PaLM: 1e-4). 0 is off."""
+
     split: str = "90,5,5"
     """Shares of documents for training, validation and test, "90,5,5" or "969,30,1"; they need
     not add up to 100. Each split is a contiguous range of documents."""
@@ -263,7 +328,8 @@ class TrainingSection(TrainingShape):
     """Optimizer steps. A run that is finished continues when this grows."""
 
     train_samples: int | None = Field(default=None, ge=1)
-    """The same in samples; a multiple of global_batch_size."""
+    """The same in samples; the end of a step: without a ramp-up a multiple of
+    global_batch_size."""
 
 
 class TrainingConfig(TrainingShape):
@@ -273,4 +339,4 @@ class TrainingConfig(TrainingShape):
     """Optimizer steps."""
 
     train_samples: int
-    """Samples: train_iters x global_batch_size."""
+    """Samples of all steps: train_iters x global_batch_size, less with a ramp-up."""

@@ -24,7 +24,7 @@ from lib.errors import UserError
 from lib.evaluate.generate import Sampling, continue_prompt, parses_as_python
 from lib.evaluate.perplexity import HeldOutLoss, measure_loss
 from lib.layers.attention import attention_backend
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
+from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
 from lib.parallel.groups import ParallelGroups
 
 
@@ -66,7 +66,7 @@ def load_model(folder: Path) -> Evaluated:
         vocab_size=config.data.vocab_size,
         padded_vocab_size=config.derived.padded_vocab_size,
         groups=ParallelGroups(),
-        core=attention_backend("auto"),
+        options=ModelOptions(attention_backend("auto")),
         part=whole_model(config.model),
     )
     model.load_state_dict({name: _padded(model, name, tensors[name]) for name in tensors})

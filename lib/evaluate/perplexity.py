@@ -88,7 +88,7 @@ def measure_loss(
     label_counts = np.zeros(len(byte_lengths), dtype=np.int64)
     firsts = range(0, num_samples, batch_size)
 
-    def forward(number: int) -> Tensor:
+    def forward(_chunk: int, number: int, _received: Tensor | None) -> Tensor:
         rows = np.arange(firsts[number], min(firsts[number] + batch_size, num_samples))
         batch = micro_batch(windows.windows(rows), np.ones(len(rows), dtype=bool))
         nonlocal label_counts

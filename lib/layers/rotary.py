@@ -5,7 +5,7 @@ Dimension i of the first half and i of the second half form a pair that is turne
     position * theta^(-2 i / D),  0 <= i < D/2
 
 so that the product of a query and a key depends on their distance alone (Su et al., RoFormer).
-Shape legend: S sequence, B batch, N heads, D head dimension.
+Shape legend: S sequence, B batch, N query heads, G key heads, D head dimension.
 """
 
 import torch
@@ -26,3 +26,37 @@ def apply_rotary(x_SBND: Tensor, table: Tensor) -> Tensor:
     cos, sin = table.to(x_SBND.dtype)
     first, second = x_SBND.chunk(2, dim=-1)
     return x_SBND * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Rotary:
+    """Turns queries and keys; keeps the table of each dtype and device, which no layout changes.
+
+    Args:
+        head_dim: D, even.
+        theta: base of the wavelengths.
+    """
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self.head_dim = head_dim
+        self.theta = theta
+        self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Turns both from position 0 on; S is their whole sequence, also when it is cut elsewhere.
+
+        Args:
+            q_SBND: queries.
+            k_SBGD: keys of the same positions.
+        """
+        table = self._table(q_SBND)
+        return apply_rotary(q_SBND, table), apply_rotary(k_SBGD, table)
+
+    def _table(self, x_SBND: Tensor) -> Tensor:
+        length, key = x_SBND.shape[0], (x_SBND.dtype, x_SBND.device)
+        table = self._tables.get(key)
+        if table is None or table.shape[1] < length:
+            # A table made in inference mode could not serve a later backward.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                angles = rotary_table(length, self.head_dim, self.theta, x_SBND.device)
+                table = self._tables[key] = angles.to(x_SBND.dtype)
+        return table[:, :length]  # a longer table begins like a shorter one

@@ -8,47 +8,48 @@ from torch import Tensor, nn
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import CoreAttention
+from lib.layers.dropout import Dropout
 from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lib.layers.norm import RMSNorm
-from lib.layers.rotary import apply_rotary
-from lib.parallel.groups import Group
+from lib.layers.rotary import Rotary
+from lib.parallel.groups import ParallelGroups
 
 
 class SelfAttention(nn.Module):
     """Causal self attention with grouped key/value heads, [S, B, H] to [S, B, H]."""
 
-    def __init__(self, config: ModelConfig, group: Group, core: CoreAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        groups: ParallelGroups,
+        core: CoreAttention,
+        rotary: Rotary | None,
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.dropout = config.attention_dropout
+        self.dropout = Dropout.of_heads(config.attention_dropout, groups)
         self.core = core
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_query_groups * config.head_dim
-        sizes = {"q": query_size, "k": key_size, "v": key_size}
+        self.rotary = rotary
+        heads, kv_heads, size = config.num_attention_heads, config.num_query_groups, config.head_dim
+        parts = {"q": (heads, size), "k": (kv_heads, size), "v": (kv_heads, size)}
         hidden = config.hidden_size
-        self.linear_qkv = ColumnParallelLinear(hidden, sizes, group, bias=config.qkv_bias)
-        self.linear_proj = RowParallelLinear(query_size, hidden, group, bias=config.bias)
+        self.linear_qkv = ColumnParallelLinear(hidden, parts, groups, bias=config.qkv_bias)
+        self.linear_proj = RowParallelLinear(heads * size, hidden, groups, bias=config.bias)
+        self.q_layernorm = self.k_layernorm = None
         if config.qk_norm:
-            size, epsilon = config.head_dim, config.norm_epsilon
-            self.q_layernorm = RMSNorm(size, epsilon, group, input_is_cut=True)
-            self.k_layernorm = RMSNorm(size, epsilon, group, input_is_cut=True)
-        else:
-            self.q_layernorm = self.k_layernorm = None
+            self.q_layernorm = RMSNorm(size, config.norm_epsilon, groups, input_is_cut=True)
+            self.k_layernorm = RMSNorm(size, config.norm_epsilon, groups, input_is_cut=True)
 
-    def forward(self, x_SBH: Tensor, rotary: Tensor | None) -> Tensor:
-        """Attends within each sequence of the batch.
-
-        Args:
-            x_SBH: hidden states, already normalised.
-            rotary: table of ``rotary_table``, or None for learned positions.
-        """
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Attends within each sequence of the batch; ``x_SBH`` is normalised already."""
         q, k, v = self.linear_qkv(x_SBH)
         q_SBND = q.unflatten(-1, (-1, self.head_dim))
         k_SBGD = k.unflatten(-1, (-1, self.head_dim))
         v_SBGD = v.unflatten(-1, (-1, self.head_dim))
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
-        if rotary is not None:
-            q_SBND, k_SBGD = apply_rotary(q_SBND, rotary), apply_rotary(k_SBGD, rotary)
-        dropout = self.dropout if self.training else 0.0
-        return self.linear_proj(self.core(q_SBND, k_SBGD, v_SBGD, dropout))
+        if self.rotary is not None:
+            q_SBND, k_SBGD = self.rotary(q_SBND, k_SBGD)
+        with self.dropout.drawing() as dropout:
+            context_SBH = self.core(q_SBND, k_SBGD, v_SBGD, dropout)
+        return self.linear_proj(context_SBH)

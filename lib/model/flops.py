@@ -36,15 +36,23 @@ _FORM = re.compile(r"([ -](SXM\d*|PCI[Ee]|\d+GB|HBM\w*))*")
 
 def training_flops_per_token(config: ModelConfig, seq_length: int, padded_vocab_size: int) -> float:
     """Model FLOPs of one token's forward and backward pass."""
+    layers = config.num_layers * _layer_flops(config, seq_length)
+    return float(layers + 6 * config.hidden_size * padded_vocab_size)
+
+
+def head_cost_in_layers(config: ModelConfig, seq_length: int, padded_vocab_size: int) -> float:
+    """Cost of the output projection in units of one transformer layer."""
+    return 6 * config.hidden_size * padded_vocab_size / _layer_flops(config, seq_length)
+
+
+def _layer_flops(config: ModelConfig, seq_length: int) -> int:
     hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim
     key = config.num_query_groups * config.head_dim
     matrices = 3 if config.activation == "swiglu" else 2
     projections = 6 * hidden * (query + 2 * key) + 6 * query * hidden
     feed_forward = 6 * hidden * config.ffn_hidden_size * matrices
-    attention = 6 * query * seq_length
-    head = 6 * hidden * padded_vocab_size
-    return float(config.num_layers * (projections + feed_forward + attention) + head)
+    return projections + feed_forward + 6 * query * seq_length
 
 
 def dense_peak_tflops(device_name: str) -> float | None:

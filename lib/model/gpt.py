@@ -1,30 +1,40 @@
-"""The decoder-only language model, or the part of it that one pipeline stage holds.
+"""The decoder-only language model, or the part of it that one chunk of a pipeline holds.
 
 Layers sit in a ModuleDict keyed by their global number and absent ends are None, so a parameter
-has the same name in every layout. Shape legend: S sequence, B batch, H hidden, V padded vocabulary.
+has the same name in every layout. Shape legend: S sequence, B batch, H hidden, V padded vocabulary,
+T tensor-parallel degree; under sequence parallelism the hidden states between layers are
+[S / T, B, H].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import CoreAttention
 from lib.layers.cross_entropy import vocab_parallel_cross_entropy
+from lib.layers.dropout import Dropout
 from lib.layers.embedding import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from lib.layers.norm import build_norm
-from lib.layers.rotary import rotary_table
+from lib.layers.rotary import Rotary
+from lib.model.recompute import Recompute, recomputed_attention, run_layers
 from lib.model.transformer_layer import TransformerLayer
-from lib.parallel.groups import Group, ParallelGroups
+from lib.parallel.groups import ParallelGroups
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTE_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True)
 class StageSlice:
-    """Which part of the model a pipeline stage holds.
+    """Which part of the model a chunk of a pipeline stage holds.
 
     Attributes:
         layers: global numbers of its layers.
@@ -37,6 +47,34 @@ class StageSlice:
     last: bool
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """What training adds to the plain cross entropy; measurements never do.
+
+    Attributes:
+        label_smoothing: share of the target given evenly to all tokens.
+        z_loss: weight of log(sum of exp of the logits)^2.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model computes; nothing of it changes its parameters.
+
+    Attributes:
+        core: core attention, see ``lib.layers.attention``.
+        recompute: what the backward pass computes again.
+        loss_terms: what training adds to the cross entropy.
+    """
+
+    core: CoreAttention
+    recompute: Recompute = field(default_factory=Recompute)
+    loss_terms: LossTerms = field(default_factory=LossTerms)
+
+
 def whole_model(config: ModelConfig) -> StageSlice:
     """The slice of the only stage of an unpipelined model."""
     return StageSlice(range(config.num_layers), first=True, last=True)
@@ -45,34 +83,35 @@ def whole_model(config: ModelConfig) -> StageSlice:
 class Embedding(nn.Module):
     """Token embeddings plus learned positions (none with rotary positions), then dropout."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, group: Group) -> None:
+    def __init__(self, config: ModelConfig, padded_vocab_size: int, groups: ParallelGroups) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
-        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, config.hidden_size, group)
+        hidden = config.hidden_size
+        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden, groups)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding == "learned":
             self.position_embeddings = PositionEmbedding(
-                config.max_position_embeddings, config.hidden_size, group
+                config.max_position_embeddings, hidden, groups
             )
+        self.dropout = Dropout.of_hidden(config.hidden_dropout, groups)
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
         """Maps int64 [S, B] to [S, B, H]."""
         x_SBH = self.word_embeddings(tokens_SB)
         if self.position_embeddings is not None:
             x_SBH = x_SBH + self.position_embeddings(tokens_SB.shape[0])
-        return F.dropout(x_SBH, self.dropout, self.training)
+        return self.dropout(x_SBH)
 
 
 class GPTModel(nn.Module):
-    """One stage's part of the model.
+    """One chunk's part of the model.
 
     Args:
         config: the resolved ``model`` section.
         vocab_size: number of real token ids.
         padded_vocab_size: rows of the embedding table.
         groups: process groups of this rank.
-        core: core attention, see ``lib.layers.attention``.
         part: the layers and ends to hold.
+        options: how it computes.
     """
 
     def __init__(
@@ -82,54 +121,69 @@ class GPTModel(nn.Module):
         vocab_size: int,
         padded_vocab_size: int,
         groups: ParallelGroups,
-        core: CoreAttention,
         part: StageSlice,
+        options: ModelOptions,
     ) -> None:
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
         self.group = groups.tp
-        self.embedding = Embedding(config, padded_vocab_size, groups.tp) if part.first else None
+        self.part = part
+        self.recompute = options.recompute
+        self.loss_terms = options.loss_terms
+        self.embedding = Embedding(config, padded_vocab_size, groups) if part.first else None
+        rotary = None
+        if config.position_embedding == "rope":
+            rotary = Rotary(config.head_dim, config.rope_theta)
+        core = recomputed_attention(options.core, options.recompute)
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, groups.tp, core) for number in part.layers}
+            {str(number): TransformerLayer(config, groups, core, rotary) for number in part.layers}
         )
         self.final_layernorm = self.output_layer = None
+        # A chunk that holds both ends shares one tied table; the last of several has a copy.
+        self.has_tied_copy = part.last and not part.first and config.tie_embeddings
         if part.last:
             self.final_layernorm = build_norm(
-                config.normalization, config.hidden_size, config.norm_epsilon, groups.tp
+                config.normalization, config.hidden_size, config.norm_epsilon, groups
             )
             self.output_layer = OutputLayer(
                 padded_vocab_size,
                 config.hidden_size,
-                groups.tp,
-                own_weight=not config.tie_embeddings,
+                groups,
+                own_weight=self.has_tied_copy or not config.tie_embeddings,
             )
 
+    def global_name(self, name: str) -> str:
+        """A parameter's name in the whole model: a copy of the tied table has the table's."""
+        return WORD_EMBEDDINGS if self.has_tied_copy and name == _OUTPUT else name
+
     def forward(self, inputs: Tensor, labels_SB: Tensor | None = None) -> Tensor:
-        """Runs this stage's part.
+        """Runs this chunk's part.
 
         Args:
-            inputs: token ids, int64 [S, B], on the first stage; hidden states [S, B, H] on others.
+            inputs: token ids, int64 [S, B], for the first chunk; hidden states [S, B, H] for
+                others.
             labels_SB: the next token of each position, int64 [S, B]; None to get logits.
 
         Returns:
-            Hidden states [S, B, H] before the last stage; on it the loss of every token [S, B]
-            in nats, fp32, or without labels this rank's slice of the logits [S, B, V / T].
+            Hidden states [S, B, H] before the last chunk; of it the loss of every token [S, B]
+            in nats, fp32 or wider, or without labels this rank's slice of the logits
+            [S, B, V / T].
         """
         x_SBH = inputs if self.embedding is None else self.embedding(inputs)
-        rotary = self._rotary(x_SBH)
-        for layer in self.layers.values():
-            x_SBH = layer(x_SBH, rotary)
+        x_SBH = run_layers(list(self.layers.values()), x_SBH, self.recompute)
         if self.output_layer is None or self.final_layernorm is None:
             return x_SBH
         tied_weight = None if self.embedding is None else self.embedding.word_embeddings.weight
         logits_SBV = self.output_layer(self.final_layernorm(x_SBH), tied_weight)
         if labels_SB is None:
             return logits_SBV
-        return vocab_parallel_cross_entropy(logits_SBV, labels_SB, self.vocab_size, self.group)
-
-    def _rotary(self, x_SBH: Tensor) -> Tensor | None:
-        if self.config.position_embedding != "rope":
-            return None
-        config = self.config
-        return rotary_table(x_SBH.shape[0], config.head_dim, config.rope_theta, x_SBH.device)
+        terms = self.loss_terms if self.training else LossTerms()
+        return vocab_parallel_cross_entropy(
+            logits_SBV,
+            labels_SB,
+            self.vocab_size,
+            self.group,
+            label_smoothing=terms.label_smoothing,
+            z_loss=terms.z_loss,
+        )

@@ -16,13 +16,15 @@ The scale of the projections keeps the residual stream's variance level over 2 L
 """
 
 import math
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lib.config.schema import ModelConfig
+from lib.model.gpt import GPTModel
 from lib.parallel.random import named_generator
-from lib.parallel.storage import cut_of
+from lib.parallel.storage import Cut, cut_of
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY_TABLES = ("word_embeddings.weight", "output_layer.weight")
@@ -51,10 +53,26 @@ def initial_value(
     return value
 
 
-@torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, *, vocab_size: int, seed: int) -> None:
-    """Fills every parameter of ``model`` (not yet stored on a mesh) with its initial value."""
-    for name, parameter in model.named_parameters():
-        cut = cut_of(parameter)
+def initial_parts(
+    cuts: Mapping[str, Cut], config: ModelConfig, *, vocab_size: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensor-parallel part of every initial value, one at a time, fp32 on the CPU.
+
+    Args:
+        cuts: how each parameter is held, by its global name.
+        config: the resolved ``model`` section.
+        vocab_size: real vocabulary.
+        seed: ``training.seed``.
+    """
+    for name, cut in cuts.items():
         value = initial_value(name, cut.full_shape, config, vocab_size=vocab_size, seed=seed)
-        parameter.copy_(cut.part_of(value))
+        yield name, cut.part_of(value)
+
+
+@torch.no_grad()
+def initialize(model: GPTModel, config: ModelConfig, *, vocab_size: int, seed: int) -> None:
+    """Fills every parameter of a model that is not sharded yet with its initial value."""
+    parameters = {model.global_name(name): value for name, value in model.named_parameters()}
+    cuts = {name: cut_of(value) for name, value in parameters.items()}
+    for name, part in initial_parts(cuts, config, vocab_size=vocab_size, seed=seed):
+        parameters[name].copy_(part)

@@ -66,5 +66,21 @@ def micro_batch(windows: np.ndarray, counted: np.ndarray) -> MicroBatch:
 
 
 def token_losses(model: GPTModel, batch: MicroBatch) -> Tensor:
-    """Loss of every token, zero where it does not count; fp32 [S, B], nats."""
+    """Loss of every token, zero where it does not count; fp32 or wider [S, B], nats."""
     return model(batch.tokens_SB, batch.labels_SB) * batch.weights_SB
+
+
+def run_chunk(chunk: GPTModel, batch: MicroBatch, received: Tensor | None) -> Tensor:
+    """One micro batch's way through one chunk of the model.
+
+    Args:
+        chunk: this rank's part of the model, or one of its parts.
+        batch: the micro batch.
+        received: hidden states of the chunk before, [S, B, H]; None for the first.
+
+    Returns:
+        Hidden states for the next chunk; of the last one the summed loss of the counted tokens.
+    """
+    inputs = batch.tokens_SB if received is None else received
+    output = chunk(inputs, batch.labels_SB)
+    return (output * batch.weights_SB).sum() if chunk.part.last else output

@@ -5,21 +5,21 @@ from torch import Tensor, nn
 from lib.config.schema import ModelConfig
 from lib.layers.activation import gelu, swiglu
 from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lib.parallel.groups import Group
+from lib.parallel.groups import ParallelGroups
 
 
 class MLP(nn.Module):
     """[S, B, H] to [S, B, H] through the feed-forward width, gated or not."""
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
         super().__init__()
         parts = ("gate", "up") if config.activation == "swiglu" else ("up",)
         self.activation = {"swiglu": swiglu, "gelu": gelu}[config.activation]
         hidden, wide = config.hidden_size, config.ffn_hidden_size
         self.linear_fc1 = ColumnParallelLinear(
-            hidden, dict.fromkeys(parts, wide), group, bias=config.bias
+            hidden, dict.fromkeys(parts, (wide, 1)), groups, bias=config.bias
         )
-        self.linear_fc2 = RowParallelLinear(wide, hidden, group, bias=config.bias)
+        self.linear_fc2 = RowParallelLinear(wide, hidden, groups, bias=config.bias)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Applies the layer to every token on its own."""

@@ -20,13 +20,16 @@ def decays(parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2
 
 
-def decay_table(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Which parameters decay, a line each; those that differ in the layer's number share one."""
+def decay_table(decay_by_name: Iterable[tuple[str, tuple[int, ...], bool]]) -> list[str]:
+    """Which parameters decay, a line each; those that differ in the layer's number share one.
+
+    Args:
+        decay_by_name: of each parameter its global name, its whole shape and whether it decays.
+    """
     lines: dict[str, int] = {}
-    for name, parameter in named_parameters:
+    for name, shape, does_decay in decay_by_name:
         pattern = re.sub(r"\.\d+\.", ".N.", name)
-        shape = list(parameter.shape)
-        line = f"{pattern} {shape}: {'decays' if decays(parameter) else 'no decay'}"
+        line = f"{pattern} {list(shape)}: {'decays' if does_decay else 'no decay'}"
         lines[line] = lines.get(line, 0) + 1
     return [f"{line} (x {count})" if count > 1 else line for line, count in lines.items()]
 

@@ -1,29 +1,119 @@
 """Collectives with their gradients; here a group of one process makes each the identity.
 
-Tensor parallelism rests on one conjugate pair (Megatron's f and g):
+Tensor parallelism rests on two conjugate pairs (Megatron's mappings). The first joins activations
+that every rank holds whole, the second, under sequence parallelism, those cut along dimension 0:
 
-    copy_to_group      forward: identity            backward: sum over the group
-    reduce_from_group  forward: sum over the group  backward: identity
+| function | forward | backward |
+|---|---|---|
+| copy_to_group | identity | sum over the group |
+| reduce_from_group | sum over the group | identity |
+| gather_from_sequence | join the parts | sum, each rank keeps its part |
+| reduce_scatter_to_sequence | sum, each rank keeps its part | join the parts |
 
-A column-parallel layer enters through the first (each rank's gradient of the shared input is a
-partial sum), a row-parallel layer leaves through the second (each rank's output is a partial
-sum). In a group of one process every function here returns its input, so no caller branches.
+A column-parallel layer enters through the first of a pair (each rank's gradient of the shared
+input is a partial sum), a row-parallel layer leaves through the second (each rank's output is a
+partial sum). In a group of one process every function here returns its input, so no caller
+branches.
+
+The raw collectives have no gradient. Those named ``start_`` return at once, so that work goes on
+beside them.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lib.parallel.groups import Group
+from lib.parallel.groups import Group, ParallelGroups
+
+# Torch 2.13 renamed these two; the old names still work, with a warning at each use.
+_NEW_NAMES = hasattr(dist, "all_gather_single")
+_ALL_GATHER: Callable[..., dist.Work | None] = (
+    dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
+)
+_REDUCE_SCATTER: Callable[..., dist.Work | None] = (
+    dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatter_tensor
+)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way; its tensor holds the result after ``wait`` only."""
+
+    tensor: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU the current stream waits, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def _announce(call: str, x: Tensor, group: Group) -> None:
+    if group.watch is not None:
+        group.watch(call, x)
+
+
+def _reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType, *, asynchronous: bool) -> Pending:
+    if group.size == 1:
+        return Pending(x)
+    _announce("all_reduce", x, group)
+    return Pending(x, dist.all_reduce(x, op=op, group=group.process_group, async_op=asynchronous))
+
+
+def _gather(x: Tensor, group: Group, *, asynchronous: bool) -> Pending:
+    if group.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    _announce("all_gather", x, group)
+    work = _ALL_GATHER(whole, x, group=group.process_group, async_op=asynchronous)
+    return Pending(whole, work)
+
+
+def _reduce_scatter(x: Tensor, group: Group, *, asynchronous: bool) -> Pending:
+    if group.size == 1:
+        return Pending(x)
+    assert x.shape[0] % group.size == 0
+    x = x.contiguous()
+    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _announce("reduce_scatter", x, group)
+    work = _REDUCE_SCATTER(part, x, group=group.process_group, async_op=asynchronous)
+    return Pending(part, work)
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduces ``x`` over the group in place, without a gradient; returns ``x``."""
-    if group.size > 1:
-        dist.all_reduce(x, op=op, group=group.process_group)
-    return x
+    return _reduce(x, group, op, asynchronous=False).wait()
+
+
+def gather_first_dim(x: Tensor, group: Group) -> Tensor:
+    """The parts of all ranks joined along dimension 0, in order of rank, without a gradient."""
+    return _gather(x, group, asynchronous=False).wait()
+
+
+def reduce_scatter_first_dim(x: Tensor, group: Group) -> Tensor:
+    """This rank's part along dimension 0 of the sum over the group, without a gradient."""
+    return _reduce_scatter(x, group, asynchronous=False).wait()
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """Starts ``all_reduce``, a sum; ``x`` is not to be read or changed before ``wait``."""
+    return _reduce(x, group, dist.ReduceOp.SUM, asynchronous=True)
+
+
+def start_gather_first_dim(x: Tensor, group: Group) -> Pending:
+    """Starts ``gather_first_dim``; ``x`` is not to be changed before ``wait``."""
+    return _gather(x, group, asynchronous=True)
+
+
+def start_reduce_scatter_first_dim(x: Tensor, group: Group) -> Pending:
+    """Starts ``reduce_scatter_first_dim``; ``x`` is not to be changed before ``wait``."""
+    return _reduce_scatter(x, group, asynchronous=True)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -48,11 +138,41 @@ class _ReduceFromGroup(torch.autograd.Function):
         x: Tensor,
         group: Group,
     ) -> Tensor:
-        return all_reduce(x.contiguous().clone(), group)
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         return grads[0], None
+
+
+class _GatherFromSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        group: Group,
+    ) -> Tensor:
+        ctx.group = group
+        return gather_first_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return reduce_scatter_first_dim(grads[0], ctx.group), None
+
+
+class _ReduceScatterToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        group: Group,
+    ) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_first_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        return gather_first_dim(grads[0], ctx.group), None
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -63,3 +183,42 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum over the group whose gradient passes unchanged. Any shape and dtype."""
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+
+
+def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
+    """Joins the parts [S/T, ...] of all ranks to [S, ...]; its gradient is summed and cut."""
+    return x if group.size == 1 else _GatherFromSequence.apply(x, group)
+
+
+def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
+    """This rank's part [S/T, ...] of the sum of [S, ...]; its gradient is joined.
+
+    The group's size divides S.
+    """
+    return x if group.size == 1 else _ReduceScatterToSequence.apply(x, group)
+
+
+def leave_tensor_parallel(x: Tensor, groups: ParallelGroups) -> Tensor:
+    """Turns partial sums [S, ...] of the tensor-parallel ranks into the activation between layers.
+
+    Returns:
+        The sum, whole on every rank, or under sequence parallelism this rank's part of it,
+        [S/T, ...].
+    """
+    if groups.sequence_parallel:
+        return reduce_scatter_to_sequence(x, groups.tp)
+    return reduce_from_group(x, groups.tp)
+
+
+def sum_partial_gradient(parameter: Tensor, groups: ParallelGroups) -> Tensor:
+    """A parameter that every tensor-parallel rank holds whole, to use between layers.
+
+    Under sequence parallelism each rank feeds it its own part of the sequence and so gets a part
+    of its gradient: the gradient is summed, or the ranks' copies would drift apart. Without, each
+    rank has the whole gradient already.
+
+    Args:
+        parameter: the plain tensor, see ``lib.parallel.storage.local``.
+        groups: groups of this rank.
+    """
+    return copy_to_group(parameter, groups.tp) if groups.sequence_parallel else parameter

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lib.config.batch_schedule import BatchSchedule
 from lib.data.order import SampleOrder, step_positions
 from lib.data.samples import SampleWindows
 from lib.model.loss import MicroBatch, micro_batch
@@ -20,28 +21,30 @@ from lib.parallel.groups import Group
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How a global batch is laid out.
+    """How global batches are laid out.
 
     Attributes:
         micro_batch_size: samples that go through the model at once on one rank.
-        micro_batches: micro batches of one rank in a step.
+        schedule: samples of each step over all ranks.
         dp: the data-parallel group; all its ranks together read the global batch.
     """
 
     micro_batch_size: int
-    micro_batches: int
+    schedule: BatchSchedule
     dp: Group
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        return self.micro_batch_size * self.micro_batches * self.dp.size
+    def micro_batches(self, consumed_samples: int) -> int:
+        """Micro batches of one rank in the step that begins after ``consumed_samples``."""
+        per_round = self.micro_batch_size * self.dp.size
+        rounds, rest = divmod(self.schedule.at(consumed_samples), per_round)
+        assert rest == 0, "layout_for refuses batches that do not divide"
+        return rounds
 
     def positions(self, consumed_samples: int) -> np.ndarray:
         """Positions this rank reads, int64 [micro_batches, micro_batch_size]."""
         return step_positions(
             consumed_samples,
-            micro_batches=self.micro_batches,
+            micro_batches=self.micro_batches(consumed_samples),
             micro_batch_size=self.micro_batch_size,
             dp_rank=self.dp.rank,
             dp_size=self.dp.size,
@@ -54,7 +57,7 @@ class TrainingBatches:
     Args:
         windows: the training split.
         order: in which its samples are read.
-        shape: layout of the global batch.
+        shape: layout of the global batches.
         device: where the micro batches are wanted.
         prefetch: steps prepared ahead; 0 prepares each when it is asked for.
     """
@@ -74,6 +77,7 @@ class TrainingBatches:
         self._prefetch = prefetch
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead: deque[tuple[int, Future[list[MicroBatch]]]] = deque()
+        self._following = 0
 
     def take(self, consumed_samples: int) -> list[MicroBatch]:
         """This rank's micro batches of the step that begins after ``consumed_samples``."""
@@ -81,9 +85,8 @@ class TrainingBatches:
             self._ahead.clear()
             self._request(consumed_samples)
         _, future = self._ahead.popleft()
-        following = consumed_samples + self._shape.global_batch_size
         while len(self._ahead) < self._prefetch:
-            self._request(following + len(self._ahead) * self._shape.global_batch_size)
+            self._request(self._following)
         return [batch.to(self._device) for batch in future.result()]
 
     def close(self) -> None:
@@ -92,6 +95,7 @@ class TrainingBatches:
 
     def _request(self, consumed_samples: int) -> None:
         self._ahead.append((consumed_samples, self._reader.submit(self._read, consumed_samples)))
+        self._following = consumed_samples + self._shape.schedule.at(consumed_samples)
 
     def _read(self, consumed_samples: int) -> list[MicroBatch]:
         samples = self._order.samples_at(self._shape.positions(consumed_samples))

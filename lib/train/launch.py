@@ -10,11 +10,15 @@ Who stops whom:
       launcher on SIGTERM, SIGINT, SIGHUP: SIGUSR1 to the workers, which save and leave with 0
       worker on SIGTERM (torchrun died or was told to stop): the same
 
+With several nodes there is a launcher on each (``lib.train.meeting``, ``lib.train.peers``): a stop
+on one is a stop on all, and where the workers fail on one, all end and say which one it was.
+
 torchrun gives its workers 30 seconds after a SIGTERM, which can be in the middle of a save; hence
 SIGUSR1, which does not pass through it, and a time limit that is a parameter. The launcher
 becomes the parent of workers that lose torchrun, so none can be left behind while it lives.
 
-Exit status: 0 finished, 1 failed, 128 + signal number when stopped by one (130, 143).
+Exit status: 0 finished, 1 failed, 128 + signal number when stopped by one (130, 143; also 143
+where the signal came to another node).
 """
 
 import contextlib
@@ -34,10 +38,21 @@ import psutil
 
 from lib.cli import die_with_parent
 from lib.console import fail, say, warn
+from lib.errors import UserError
 from lib.train.captured_stderr import CapturedStderr
 from lib.train.hardware import choose_threads
+from lib.train.meeting import MeetingOver, Met, is_loopback, meet
+from lib.train.nodes import ONE_NODE, Nodes
+from lib.train.peers import Kind, Peers, Verdict
 from lib.train.signals import LAUNCHER_STOP_SIGNALS, StopFlag
-from lib.train.worker import CRASH, DEVICE_VARIABLE, LAUNCH_DIR_VARIABLE, STOPPED, USER_ERROR
+from lib.train.worker import (
+    BEGUN,
+    CRASH,
+    DEVICE_VARIABLE,
+    LAUNCH_DIR_VARIABLE,
+    STOPPED,
+    USER_ERROR,
+)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
@@ -47,6 +62,11 @@ _NOTHING_REPORTED = (
 )
 # Once a worker has reported a crash, its peers only wait for it: torchrun would give them 30 s.
 _GRACE_AFTER_CRASH_S = 5.0
+# What an error says that a worker raises because another one is gone: gloo's, NCCL's, the store's.
+_OVER_A_PEER = re.compile(
+    r"gloo/transport|[Cc]onnection (was )?(closed|reset|refused)|Broken pipe|Timed out waiting|"
+    r"DistBackendError|DistNetworkError|DistStoreError|NCCL"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +75,13 @@ class LaunchOptions:
 
     Attributes:
         device: ``cpu`` or ``cuda``.
-        processes: number of workers.
+        processes: number of workers on this node.
         threads: CPU threads of each worker; None shares out the cores. (torchrun would set 1, at
             which a laptop trains at a fraction of its speed.)
         stop_timeout_s: seconds that workers get to save once a stop is asked for.
         log_dir: folder for the captured standard error, kept there when a run fails.
+        nodes: the machines that train together, and which of them this is.
+        meeting_timeout_s: seconds to wait for the launchers of the others.
     """
 
     device: str
@@ -67,6 +89,8 @@ class LaunchOptions:
     threads: int | None
     stop_timeout_s: float
     log_dir: Path
+    nodes: Nodes = ONE_NODE
+    meeting_timeout_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -90,34 +114,76 @@ def launch(module: str, arguments: Sequence[str], options: LaunchOptions) -> int
     insisted: list[int] = []
     stop = StopFlag(LAUNCHER_STOP_SIGNALS, on_second=insisted.append)
     _adopt_orphans()
+    try:
+        met = meet(
+            options.nodes, options.processes, options.meeting_timeout_s, lambda: stop.requested
+        )
+    except UserError as error:
+        fail(str(error))
+        return 1
+    except MeetingOver as over:
+        return _say_stopped(over.verdict, stop)
+    with contextlib.closing(met):
+        return _run(_torchrun(module, arguments, options, met), options, met.peers, stop, insisted)
+
+
+def _run(
+    torchrun: Sequence[str],
+    options: LaunchOptions,
+    peers: Peers,
+    stop: StopFlag,
+    insisted: list[int],
+) -> int:
     options.log_dir.mkdir(parents=True, exist_ok=True)
-    log = options.log_dir / f"launch.{os.getpid()}.stderr"
+    name = f"{options.nodes.rank}-{os.getpid()}" if options.nodes.count > 1 else f"{os.getpid()}"
     with tempfile.TemporaryDirectory(prefix="drydock-launch-") as folder:
         reports = Path(folder)
-        agent = _start(module, arguments, options, reports)
-        stderr = CapturedStderr(agent.stderr, log)
+        agent = _start(torchrun, options, reports)
+        stderr = CapturedStderr(agent.stderr, options.log_dir / f"launch.{name}.stderr")
         try:
-            _supervise(agent, stop, insisted, reports, options.stop_timeout_s)
+            _Supervisor(agent, peers, reports, options.stop_timeout_s).watch(stop, insisted)
         finally:
             _end(agent)
         stderr.finish()
         ending = _Ending(agent.returncode, _read_reports(reports))
-    return _speak(ending, stop, stderr)
+    return _speak(peers.settle(_judge(ending, stop, peers, stderr.text())), stop, stderr)
+
+
+def _torchrun(module: str, arguments: Sequence[str], options: LaunchOptions, met: Met) -> list[str]:
+    """The command line of torchrun.
+
+    One node: --standalone takes a free port of its own; the address is given because torchrun
+    would look up this machine's name, which fails or takes long where no resolver knows it.
+
+    Several: the static rendezvous, where the number of a node decides its ranks. The other kind
+    (c10d) numbers the nodes as they come, so that rank 0, which writes the log and the results,
+    would be now here, now there; and it waits for nodes to come back, which we do not want.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    nodes = options.nodes
+    if nodes.rendezvous is None:
+        command += ["--standalone", "--local-addr", "127.0.0.1"]
+    else:
+        host = nodes.rendezvous[0]
+        command += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
+        command += ["--master-addr", f"[{host}]" if ":" in host else host]
+        command += ["--master-port", str(met.store_port)]
+    return [*command, "--nproc-per-node", str(options.processes), "--module", module, *arguments]
 
 
 def _start(
-    module: str, arguments: Sequence[str], options: LaunchOptions, reports: Path
+    torchrun: Sequence[str], options: LaunchOptions, reports: Path
 ) -> "subprocess.Popen[bytes]":
-    # --standalone takes a free port of its own; the address is given because torchrun would look
-    # up this machine's name, which fails or takes long where no resolver knows it.
-    torchrun = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    workers = ["--nproc-per-node", str(options.processes), "--module", module, *arguments]
     environment = os.environ | {
         LAUNCH_DIR_VARIABLE: str(reports),
         DEVICE_VARIABLE: options.device,
         "OMP_NUM_THREADS": str(choose_threads(options.threads, options.processes)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(options.stop_timeout_s)),
     }
+    if options.nodes.rendezvous is not None and is_loopback(options.nodes.rendezvous[0]):
+        # All nodes are this machine, yet gloo would go by its name, which may not be an address.
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
     launcher = os.getpid()
 
     def die_with_launcher() -> None:
@@ -126,7 +192,7 @@ def _start(
             os.kill(os.getpid(), signal.SIGTERM)
 
     return subprocess.Popen(
-        [sys.executable, "-m", *torchrun, *workers],
+        torchrun,
         env=environment,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -140,38 +206,59 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _supervise(
-    agent: "subprocess.Popen[bytes]",
-    stop: StopFlag,
-    insisted: list[int],
-    reports: Path,
-    stop_timeout_s: float,
-) -> None:
-    """Waits until torchrun and all workers are gone; passes a stop on, and enforces limits."""
-    asked = False
-    deadline = float("inf")
-    while agent.poll() is None or _orphans():
-        now = time.monotonic()
-        if stop.requested and not asked:
-            asked = True
-            deadline = min(deadline, now + stop_timeout_s)
-            _ask_workers_to_stop(agent, stop_timeout_s)
-        if deadline == float("inf") and _has_failed(reports):
-            deadline = now + _GRACE_AFTER_CRASH_S
-        if insisted or now > deadline:
+class _Supervisor:
+    """Waits for torchrun and all workers; passes a stop on, and enforces limits."""
+
+    def __init__(
+        self, agent: "subprocess.Popen[bytes]", peers: Peers, reports: Path, stop_timeout_s: float
+    ) -> None:
+        self._agent, self._peers, self._reports = agent, peers, reports
+        self._stop_timeout_s = stop_timeout_s
+        self._asked = False
+        self._in_grace = False
+        self._deadline = float("inf")
+
+    def watch(self, stop: StopFlag, insisted: list[int]) -> None:
+        """Returns when all are gone, or those that are left must be ended."""
+        while self._agent.poll() is None or _orphans():
+            self._peers.poll()
+            if stop.requested:
+                self._peers.tell("stop")
+                self._ask_workers_to_stop("")
+            elif (why := self._peers.why_stop()) is not None:
+                self._ask_workers_to_stop(f"{why}: ")
+            self._limit_after_failures()
+            if insisted or time.monotonic() > self._deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _limit_after_failures(self) -> None:
+        grace = time.monotonic() + _GRACE_AFTER_CRASH_S
+        if _has_failed(self._reports):
+            self._peers.tell("failing")
+            if self._deadline == float("inf"):
+                self._deadline = grace
+        # torchrun would wait 300 s for a node that has left without its workers being done.
+        left_waiting = self._peers.missing() and not _workers(self._agent)
+        if (self._peers.hopeless() or left_waiting) and not self._in_grace:
+            self._in_grace = True
+            self._deadline = min(self._deadline, grace)
+
+    def _ask_workers_to_stop(self, why: str) -> None:
+        if self._asked:
             return
-        time.sleep(_POLL_SECONDS)
-
-
-def _ask_workers_to_stop(agent: "subprocess.Popen[bytes]", stop_timeout_s: float) -> None:
-    workers = _workers(agent)
-    if not workers:  # torchrun has not started any: there is nothing to save
-        agent.terminate()
-        return
-    for worker in workers:
-        _signal(worker, signal.SIGUSR1)
-    with contextlib.suppress(OSError):  # after a SIGHUP there is no terminal to write to
-        warn(f"saving the state for up to {stop_timeout_s:g} s (Ctrl-C again: stop at once)")
+        self._asked = True
+        self._deadline = min(self._deadline, time.monotonic() + self._stop_timeout_s)
+        workers = _workers(self._agent)
+        if not workers:
+            if not any(self._reports.glob(f"{BEGUN}.*")):
+                self._agent.terminate()  # there were none yet, so there is nothing to save
+            return
+        for worker in workers:
+            _signal(worker, signal.SIGUSR1)
+        insist = "" if why else " (Ctrl-C again: stop at once)"
+        with contextlib.suppress(OSError):  # after a SIGHUP there is no terminal to write to
+            warn(f"{why}saving the state for up to {self._stop_timeout_s:g} s{insist}")
 
 
 def _workers(agent: "subprocess.Popen[bytes]") -> list[psutil.Process]:
@@ -212,35 +299,56 @@ def _read_reports(folder: Path) -> dict[str, tuple[int, str]]:
     by_time = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for path in by_time:
         kind, _, rank = path.name.partition(".")
-        if rank.isdigit():
+        if rank.isdigit() and kind != BEGUN:
             found.setdefault(kind, (int(rank), path.read_text()))
     return found
 
 
-def _speak(ending: _Ending, stop: StopFlag, stderr: CapturedStderr) -> int:
-    """Says how the run ended and gives the exit status. The first report decides."""
+def _judge(ending: _Ending, stop: StopFlag, peers: Peers, stderr: str) -> Verdict:
+    """How the run ended here, as far as this node can tell. The first report decides."""
     first = next(iter(ending.reports), None)
     if first == USER_ERROR:
-        stderr.discard()
-        fail(ending.reports[USER_ERROR][1])
-        return 1
+        return Verdict(Kind.USER_ERROR, ending.reports[USER_ERROR][1])
     if first == CRASH:
         rank, text = ending.reports[CRASH]
         cause = f"rank {rank} failed: {text.strip().splitlines()[-1]}"
-        _show_failure(stderr, _killed_worker(stderr.text()) or cause)
-        return 1
-    if stop.signal is not None or STOPPED in ending.reports:
-        stderr.discard()
-        _, saved = ending.reports.get(STOPPED, (0, _NOTHING_REPORTED))
-        with contextlib.suppress(OSError):
-            say(f"stopped: {saved}; run the same command again to continue")
-        return 128 + (stop.signal or signal.SIGTERM)
-    if ending.status == 0:
-        stderr.discard()
-        return 0
+        return _failure(_killed_worker(stderr), cause, over_a_peer=bool(_OVER_A_PEER.search(text)))
+    if STOPPED in ending.reports:
+        return Verdict(Kind.STOPPED, ending.reports[STOPPED][1])
+    if stop.signal is None and ending.status == 0:
+        return Verdict(Kind.FINISHED, "")
+    if stop.signal is not None or peers.stop is not None:
+        return Verdict(Kind.ABANDONED, _NOTHING_REPORTED)
     cause = f"torchrun ended with status {ending.status}"
-    _show_failure(stderr, _killed_worker(stderr.text()) or cause)
+    over_a_peer = peers.missing() or peers.hopeless()
+    return _failure(_killed_worker(stderr), cause, over_a_peer=over_a_peer)
+
+
+def _failure(killed: str | None, cause: str, *, over_a_peer: bool) -> Verdict:
+    # NCCL's watchdog ends a worker by SIGABRT when another one is gone.
+    at_fault_here = killed is not None and "SIGABRT" not in killed
+    kind = Kind.DRAGGED if over_a_peer and not at_fault_here else Kind.FAILED
+    return Verdict(kind, killed or cause)
+
+
+def _speak(verdict: Verdict, stop: StopFlag, stderr: CapturedStderr) -> int:
+    """Says how the run ended and gives the exit status."""
+    if verdict.kind is Kind.FAILED:
+        _show_failure(stderr, verdict.text)
+        return 1
+    stderr.discard()
+    if verdict.kind is Kind.FINISHED:
+        return 0
+    if verdict.kind in (Kind.STOPPED, Kind.ABANDONED):
+        return _say_stopped(verdict, stop)
+    fail(verdict.text)
     return 1
+
+
+def _say_stopped(verdict: Verdict, stop: StopFlag) -> int:
+    with contextlib.suppress(OSError):
+        say(f"stopped: {verdict.text}; run the same command again to continue")
+    return 128 + (stop.signal or signal.SIGTERM)
 
 
 def _show_failure(stderr: CapturedStderr, cause: str) -> None:

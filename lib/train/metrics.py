@@ -32,6 +32,7 @@ TRAIN_COLUMNS = (
     "tflops_per_gpu",
     "mfu",
 )
+GRADIENT_COLUMNS = ("step", "name", "norm", "max_abs", "mean", "zeros", "not_finite")
 VALIDATION_COLUMNS = ("step", "loss", "perplexity", "samples", "tokens")
 
 
@@ -80,25 +81,24 @@ class Throughput:
     """Turns a step's time into rates.
 
     Attributes:
-        samples_per_step: of all ranks together, counted once.
-        tokens_per_step: likewise.
+        tokens_per_sample: the sequence length.
         flops_per_token: model FLOPs, see ``lib.model.flops``.
         processes: devices that share the work.
         peak_tflops: dense peak of one device, or None where unknown.
     """
 
-    samples_per_step: int
-    tokens_per_step: int
+    tokens_per_sample: int
     flops_per_token: float
     processes: int
     peak_tflops: float | None
 
-    def of(self, seconds: float) -> "Rates":
-        """Rates of one step that took ``seconds``."""
-        tflops = self.tokens_per_step * self.flops_per_token / seconds / 1e12 / self.processes
+    def of(self, seconds: float, samples: int) -> "Rates":
+        """Rates of one step that took ``seconds``, over ``samples`` of all ranks together."""
+        tokens = samples * self.tokens_per_sample
+        tflops = tokens * self.flops_per_token / seconds / 1e12 / self.processes
         return Rates(
-            tokens_per_second=self.tokens_per_step / seconds,
-            samples_per_second=self.samples_per_step / seconds,
+            tokens_per_second=tokens / seconds,
+            samples_per_second=samples / seconds,
             tflops_per_gpu=tflops,
             mfu=None if self.peak_tflops is None else tflops / self.peak_tflops,
         )
@@ -164,6 +164,7 @@ class ResultFiles:
         folder: ``results/``.
         train_rows: rows of the history so far, oldest first.
         validation_rows: likewise.
+        gradient_rows: one for each step whose gradients were described.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class ResultFiles:
         folder: Path,
         train_rows: list[dict[str, object]],
         validation_rows: list[dict[str, object]],
+        gradient_rows: list[dict[str, object]],
     ) -> None:
         self.folder = folder
         self._train = folder / "train.csv"
@@ -180,6 +182,12 @@ class ResultFiles:
             (self._validation, VALIDATION_COLUMNS, validation_rows),
         ):
             write_text_atomically(path, ",".join(columns) + "\n" + _csv_text(columns, rows))
+        self._gradients = folder / "gradient_statistics.csv"
+        self._gradients.unlink(missing_ok=True)
+        for row in gradient_rows:
+            parameters = row["parameters"]
+            assert isinstance(parameters, list)
+            self.add_gradients(parameters)
         self._last_validation = validation_rows[-1] if validation_rows else None
 
     def add_step(self, row: dict[str, object]) -> None:
@@ -192,6 +200,13 @@ class ResultFiles:
         self._last_validation = row
         with self._validation.open("a") as file:
             file.write(_csv_text(VALIDATION_COLUMNS, [row]))
+
+    def add_gradients(self, rows: list[dict[str, object]]) -> None:
+        """Appends the statistics of one step's gradients; the first make the file."""
+        is_new = not self._gradients.exists()
+        with self._gradients.open("a") as file:
+            file.write(",".join(GRADIENT_COLUMNS) + "\n" if is_new else "")
+            file.write(_csv_text(GRADIENT_COLUMNS, rows))
 
     def write_live(self, row: dict[str, object], train_iters: int) -> None:
         """Replaces ``train.json`` by the figures of the latest step."""

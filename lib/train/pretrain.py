@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from lib.checkpoint.directory import iterations
+from lib.checkpoint.directory import iteration_path, iterations
 from lib.checkpoint.fingerprint import code_hash
 from lib.checkpoint.history import History
 from lib.checkpoint.lock import lock
 from lib.checkpoint.published import publish_model
-from lib.checkpoint.ranks import on_rank_zero
+from lib.checkpoint.ranks import gather, on_rank_zero
 from lib.checkpoint.resume import ResumePolicy, StateDirectory, open_state, state_path
 from lib.checkpoint.shapes import parameter_shapes
 from lib.checkpoint.state import (
@@ -35,22 +34,26 @@ from lib.checkpoint.storage import (
     bytes_needed,
     find_latest,
     load_tensors,
+    read_model,
     require_space,
     save,
 )
-from lib.config.launch_plan import layout_for
+from lib.config.launch_plan import Layout, layout_for
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.console import bar_on_terminal, copy_to, say, warn
 from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
 from lib.model.flops import MFU_CONVENTION
-from lib.optim.optimizer import decay_table
-from lib.train.loop import Hooks, Progress, train
+from lib.optim.optimizer import decay_table, decays
+from lib.parallel.collectives import all_reduce
+from lib.parallel.groups import Group
+from lib.train.loop import Hooks, train
 from lib.train.metrics import ResultFiles, StepRow
 from lib.train.run_record import begin_record, finish_record
 from lib.train.setup import TrainingParts, build_training, set_determinism, start_process_group
 from lib.train.signals import StopFlag
+from lib.train.step import Progress
 from lib.train.worker import Stopped, worker_device
 
 LOCK_WAIT_S = 60.0
@@ -103,9 +106,9 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         stack.callback(dist.destroy_process_group)
         set_determinism(inputs.runtime)
         layout = layout_for(config, dist.get_world_size())
-        parts = build_training(config, inputs.runtime, device, layout)
+        parts = build_training(config, inputs.runtime, device, layout, inputs.launch.debug)
         stack.callback(parts.batches.close)
-        run = _Run(inputs, parts, state)
+        run = _Run(inputs, parts, layout, state)
         progress = run.resume()
         train_iters = config.training.train_iters
         if progress.iteration < train_iters:
@@ -173,10 +176,15 @@ class _Run:
     """A run's state directory, history and results, on every rank; rank 0 writes."""
 
     def __init__(
-        self, inputs: PretrainInputs, parts: TrainingParts, state: StateDirectory | None
+        self,
+        inputs: PretrainInputs,
+        parts: TrainingParts,
+        layout: Layout,
+        state: StateDirectory | None,
     ) -> None:
         self.inputs = inputs
         self.parts = parts
+        self.layout = layout
         self.config = parts.config
         self.state = state
         self.path = Path(on_rank_zero(lambda: str(state.path if state else "")))
@@ -188,10 +196,12 @@ class _Run:
         """Loads the newest checkpoint within the length of this run, if there is one."""
         parts, train_iters = self.parts, self.config.training.train_iters
         progress = Progress()
-        tensors = training_tensors(parts.parameters.items(), parts.optimizer)
+        tensors = training_tensors(parts.model.parameters.items(), parts.optimizer)
         found = find_latest(self.path, train_iters)
         if found is None:
-            for line in decay_table(parts.parameters.items()):
+            mine = parts.model.own_parameters().items()
+            table = gather([(name, tuple(p.shape), decays(p)) for name, p in mine])
+            for line in decay_table(dict.fromkeys(row for rows in table for row in rows)):
                 self._say(f"weight decay: {line}")
             self._say(f"starting at iteration 0 of {train_iters} in {self.path}")
         else:
@@ -199,19 +209,24 @@ class _Run:
             progress = Progress.from_saved(found.scalars["progress"])
             self._say_where(found)
         if progress.iteration < train_iters:
-            on_rank_zero(lambda: require_space(self.path, bytes_needed(tensors)))
+            needed = bytes_needed(tensors)
+            on_rank_zero(lambda: require_space(self.path, needed))
         if self.state is not None:
             self._restart_results(progress.iteration)
         return progress
 
     def _load(self, found: LoadedCheckpoint, tensors: dict[str, Tensor]) -> None:
         rank, device = dist.get_rank(), self.parts.device
+        shard_stream = self.parts.groups.shard_stream
         same_grid = found.scalars["random_streams"] == self._stream_kind()
-        streams = random_streams(rank, device) if same_grid else {}
+        streams = random_streams(rank, device, shard_stream) if same_grid else {}
         load_tensors(found, tensors | streams)
         restore(self.parts.optimizer, found.scalars)
+        loss_scale = found.scalars["loss_scale"]
+        assert isinstance(loss_scale, dict)
+        self.parts.loss_scale.restore(loss_scale)
         if same_grid:
-            restore_random_streams(streams, rank, device)
+            restore_random_streams(streams, rank, device, shard_stream)
         changed = _differences(found.scalars["arithmetic"], self._arithmetic())
         if changed and self.state is not None:
             warn(f"not bit for bit the run that was interrupted: {'; '.join(changed)}")
@@ -228,14 +243,16 @@ class _Run:
 
     def _stream_kind(self) -> list[object]:
         """On what the random streams of a checkpoint can be continued: the same ranks."""
-        return [dist.get_world_size(), self.parts.device.type]
+        groups = self.parts.groups
+        return [groups.pp.size, groups.dp.size, groups.tp.size, self.parts.device.type]
 
     def _arithmetic(self) -> dict[str, object]:
         """What changes the last digits of a step, though not what is trained."""
         runtime, training = self.parts.runtime, self.config.training
         return {
             "device": self.parts.device.type,
-            "processes": dist.get_world_size(),
+            "parallel": dict(asdict(self.layout)),
+            "parallel.sequence": self.config.parallel.sequence,
             "training.micro_batch_size": training.micro_batch_size,
             "launch.threads": torch.get_num_threads(),
             "runtime.attention": runtime.attention,
@@ -251,6 +268,7 @@ class _Run:
             self.inputs.results,
             self.history.rows("train", iteration),
             self.history.rows("valid", iteration),
+            self.history.rows("gradients", iteration),
         )
 
     def mark_training(self, layout: dict[str, object]) -> None:
@@ -266,7 +284,13 @@ class _Run:
 
     def hooks(self, stop: StopFlag) -> Hooks:
         """What the loop calls."""
-        return Hooks(self.on_step, self.on_validation, self.save, lambda: _any_rank(stop))
+        return Hooks(
+            on_step=self.on_step,
+            on_validation=self.on_validation,
+            on_gradients=self.on_gradients,
+            save=self.save,
+            stop_requested=lambda: _any_rank(stop, self.parts.groups.world),
+        )
 
     def on_step(self, row: StepRow) -> None:
         """Records a step; refreshes the live figures with every log line."""
@@ -285,22 +309,30 @@ class _Run:
             self.history.append({"kind": "valid", "iteration": row["step"], **row})
             self.files.add_validation(row)
 
+    def on_gradients(self, rows: list[dict[str, object]]) -> None:
+        """Adds the statistics of a step's gradients to their file."""
+        if self.files is not None:
+            row: dict[str, object] = {"kind": "gradients", "parameters": rows}
+            self.history.append(row | {"iteration": rows[0]["step"]})
+            self.files.add_gradients(rows)
+
     def save(self, progress: Progress) -> None:
         """Saves a checkpoint of the state after ``progress.iteration`` steps."""
         parts, checkpoint = self.parts, self.config.checkpoint
         if self.state is not None:
             self.history.sync()
-        tensors = training_tensors(parts.parameters.items(), parts.optimizer)
+        tensors = training_tensors(parts.model.own_parameters().items(), parts.optimizer)
         scalars = {
             "progress": asdict(progress),
             "random_streams": self._stream_kind(),
             "arithmetic": self._arithmetic(),
+            "loss_scale": parts.loss_scale.state(),
             **optimizer_scalars(parts.optimizer),
         }
         path = save(
             self.path,
             progress.iteration,
-            tensors | random_streams(dist.get_rank(), parts.device),
+            tensors | random_streams(dist.get_rank(), parts.device, parts.groups.shard_stream),
             scalars,
             checkpoint.keep_last,
             checkpoint.keep_every,
@@ -309,7 +341,6 @@ class _Run:
 
     def publish(self, progress: Progress, record: dict[str, object]) -> None:
         """Writes ``model/`` and the final figures, and marks the state as finished."""
-        tensors = whole_parameters(self.parts)
         if self.state is None or self.files is None:
             return
         last = self.history.rows("train", progress.iteration)[-1:]
@@ -317,7 +348,7 @@ class _Run:
             self.files.write_live(row, self.config.training.train_iters)
         publish_model(
             self.inputs.model,
-            tensors,
+            published_parameters(iteration_path(self.path, progress.iteration), self.config),
             self.config,
             self.inputs.tokenizer,
             finish_record(record, self.state.record),
@@ -341,19 +372,18 @@ def _differences(saved: object, now: dict[str, object]) -> list[str]:
     ]
 
 
-def _any_rank(stop: StopFlag) -> bool:
+def _any_rank(stop: StopFlag, world: Group) -> bool:
     """Whether any rank was asked to stop; agreed over gloo, so that no GPU waits."""
     flag = torch.tensor(int(stop.requested))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag)
+    return bool(all_reduce(flag, world, dist.ReduceOp.MAX))
 
 
-def whole_parameters(parts: TrainingParts) -> dict[str, Tensor]:
-    """Every parameter whole, fp32 on the CPU, without padding rows; all ranks must call."""
-    shapes = parameter_shapes(parts.config.model, parts.config.data.vocab_size)
-    whole = {}
-    for name, parameter in parts.parameters.items():
-        stored = parameter.detach()
-        full = stored.full_tensor() if isinstance(stored, DTensor) else stored
-        whole[name] = full[: shapes[name][0]].cpu()
-    return whole
+def published_parameters(checkpoint: Path, config: RunConfig) -> dict[str, Tensor]:
+    """Every parameter whole, fp32 on the CPU, without padding rows; from a checkpoint's files.
+
+    So what is published is what was saved, in any layout, and no rank sends anything.
+    """
+    stored = parameter_shapes(config.model, config.derived.padded_vocab_size)
+    wanted = parameter_shapes(config.model, config.data.vocab_size)
+    whole = read_model(checkpoint, stored)
+    return {name: value[: wanted[name][0]].float() for name, value in whole.items()}

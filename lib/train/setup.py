@@ -5,37 +5,39 @@ layout from ``Layout``, and what a machine has from ``launch`` and ``runtime``.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
+from lib.config.batch_schedule import BatchSchedule
 from lib.config.launch_plan import Layout
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
+from lib.console import warn
 from lib.data.indexed_dataset import IndexedDataset
 from lib.data.order import SampleOrder
 from lib.data.samples import SampleWindows
 from lib.data.splits import describe_splits
 from lib.errors import UserError
-from lib.layers.attention import attention_backend
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
-from lib.model.initialization import initialize
+from lib.model.gpt import COMPUTE_DTYPES
 from lib.model.loss import MicroBatch
+from lib.optim.grad_scaler import LossScale, ScaleRules, build_loss_scale
 from lib.optim.lr_schedule import LearningRate
 from lib.optim.optimizer import build_optimizer
-from lib.parallel.data_parallel import shard_data_parallel
 from lib.parallel.groups import ParallelGroups
 from lib.parallel.mesh import build_mesh, groups_of
-from lib.parallel.random import seed_streams
-from lib.parallel.storage import store_on_mesh
+from lib.parallel.monitor import watch_groups
+from lib.parallel.random import seed_default_stream, shard_stream
+from lib.pipeline.communication import Links
 from lib.train.batches import BatchShape, TrainingBatches, validation_batches
 from lib.train.metrics import Throughput
+from lib.train.model_setup import ShardedModel, build_sharded_model
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class TrainingParts:
         device: where this rank computes.
         groups: process groups of this rank.
         model: this rank's part of the model, sharded.
-        parameters: its stored fp32 parameters by global name.
-        optimizer: AdamW over them.
+        links: to the neighbouring pipeline stages.
+        optimizer: AdamW over the model's parameters.
+        loss_scale: factor on the loss before the backward pass, for fp16.
         learning_rate: rate by consumed samples.
         batches: micro batches of the training split.
         validation: micro batches of one validation, on the CPU; empty when it is off.
-        shape: layout of the global batch.
+        shape: sizes of the global batches and their layout.
         throughput: turns times into rates.
     """
 
@@ -61,9 +64,10 @@ class TrainingParts:
     runtime: RuntimeConfig
     device: torch.device
     groups: ParallelGroups
-    model: GPTModel
-    parameters: dict[str, nn.Parameter]
+    model: ShardedModel
+    links: Links
     optimizer: AdamW
+    loss_scale: LossScale
     learning_rate: LearningRate
     batches: TrainingBatches
     validation: list[MicroBatch]
@@ -94,20 +98,19 @@ def set_determinism(runtime: RuntimeConfig) -> None:
         torch.use_deterministic_algorithms(mode=True)
 
 
-def build_model(
-    config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups, device: torch.device
-) -> GPTModel:
-    """The initialised fp32 model, whole and unsharded, on ``device``."""
-    model = GPTModel(
-        config.model,
-        vocab_size=config.data.vocab_size,
-        padded_vocab_size=config.derived.padded_vocab_size,
-        groups=groups,
-        core=attention_backend(runtime.attention),
-        part=whole_model(config.model),
-    )
-    initialize(model, config.model, vocab_size=config.data.vocab_size, seed=config.training.seed)
-    return model.to(device)
+def build_groups(config: RunConfig, device: torch.device, mesh: DeviceMesh) -> ParallelGroups:
+    """The groups of this rank, with everything that layers ask of them."""
+    groups = groups_of(mesh)
+    stream = None
+    if groups.tp.size > 1:
+        stream = shard_stream(
+            config.training.seed,
+            device,
+            dp_rank=groups.dp.rank,
+            pp_rank=groups.pp.rank,
+            tp_rank=groups.tp.rank,
+        )
+    return replace(groups, sequence_parallel=config.parallel.sequence, shard_stream=stream)
 
 
 def open_split(config: RunConfig, name: Literal["train", "valid"]) -> SampleWindows:
@@ -140,12 +143,22 @@ def _learning_rate(config: RunConfig) -> LearningRate:
     )
 
 
+def _loss_scale(config: RunConfig) -> LossScale:
+    precision = config.precision
+    rules = ScaleRules(
+        initial=precision.initial_loss_scale,
+        minimum=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.loss_scale_hysteresis,
+    )
+    return build_loss_scale(precision.compute, precision.loss_scale, rules)
+
+
 def _throughput(config: RunConfig, device: torch.device) -> Throughput:
     padded = config.derived.padded_vocab_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Throughput(
-        samples_per_step=config.training.global_batch_size,
-        tokens_per_step=config.derived.tokens_per_step,
+        tokens_per_sample=config.training.seq_length,
         flops_per_token=training_flops_per_token(config.model, config.training.seq_length, padded),
         processes=dist.get_world_size(),
         peak_tflops=dense_peak_tflops(name),
@@ -162,8 +175,37 @@ def _validation(config: RunConfig, shape: BatchShape) -> list[MicroBatch]:
     return validation_batches(windows, order, shape, wanted)
 
 
+def _agents_store() -> dist.Store:
+    """A connection of its own to the key-value store that torchrun keeps for the workers."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.PrefixStore("collectives", dist.TCPStore(address, port, is_master=False))
+
+
+def _links(config: RunConfig, groups: ParallelGroups, device: torch.device) -> Links:
+    training, stages = config.training, groups.pp.size
+    length = training.seq_length
+    if groups.sequence_parallel:
+        length //= groups.tp.size
+    links = Links(
+        groups.channels,
+        stage=groups.pp.rank,
+        stages=stages,
+        chunks=config.parallel.virtual_stages,
+        shape=(length, training.micro_batch_size, config.model.hidden_size),
+        dtype=COMPUTE_DTYPES[config.precision.compute],
+        device=device,
+        stream=torch.cuda.Stream(device) if device.type == "cuda" else None,
+    )
+    links.connect()
+    return links
+
+
 def build_training(
-    config: RunConfig, runtime: RuntimeConfig, device: torch.device, layout: Layout
+    config: RunConfig,
+    runtime: RuntimeConfig,
+    device: torch.device,
+    layout: Layout,
+    debug: Literal["collectives"] | None = None,
 ) -> TrainingParts:
     """Builds model, optimizer and data for this rank.
 
@@ -172,24 +214,28 @@ def build_training(
         runtime: the ``runtime`` section.
         device: from ``start_process_group``.
         layout: how the processes share the work.
+        debug: ``launch.debug``.
     """
     training = config.training
-    mesh = build_mesh(device.type, tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
-    groups = groups_of(mesh)
-    shape = BatchShape(training.micro_batch_size, layout.micro_batches, groups.dp)
-    assert shape.global_batch_size == training.global_batch_size
-    seed_streams(training.seed, groups.dp.rank)
-    model = build_model(config, runtime, groups, device)
-    store_on_mesh(model, mesh["tp"])
-    compute_dtype = COMPUTE_DTYPES[config.precision.compute]
-    shard_data_parallel(model, model.layers.values(), mesh["dp"], compute_dtype)
-    parameters = dict(model.named_parameters())
+    mesh = build_mesh(
+        device.type,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=layout.data,
+        data_shard=layout.data_shard,
+    )
+    groups = build_groups(config, device, mesh)
+    if debug == "collectives":
+        groups = watch_groups(groups, _agents_store(), report=warn)
+    seed_default_stream(training.seed, dp_rank=groups.dp.rank, pp_rank=groups.pp.rank)
+    model = build_sharded_model(config, runtime, groups, mesh)
     optimizer = build_optimizer(
-        list(parameters.values()),
+        list(model.parameters.values()),
         betas=(config.optimizer.beta1, config.optimizer.beta2),
         epsilon=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
     )
+    shape = BatchShape(training.micro_batch_size, BatchSchedule.of(training), groups.dp)
     windows = open_split(config, "train")
     order = SampleOrder(windows.num_samples, training.seed)
     return TrainingParts(
@@ -198,8 +244,9 @@ def build_training(
         device=device,
         groups=groups,
         model=model,
-        parameters=parameters,
+        links=_links(config, groups, device),
         optimizer=optimizer,
+        loss_scale=_loss_scale(config),
         learning_rate=_learning_rate(config),
         batches=TrainingBatches(windows, order, shape, device, runtime.prefetch),
         validation=_validation(config, shape),

@@ -25,6 +25,7 @@ from lib.train.signals import WORKER_STOP_SIGNALS, StopFlag
 
 LAUNCH_DIR_VARIABLE = "DRYDOCK_LAUNCH_DIR"
 DEVICE_VARIABLE = "DRYDOCK_DEVICE"
+BEGUN = "begun"
 USER_ERROR = "user_error"
 CRASH = "crash"
 STOPPED = "stopped"
@@ -61,6 +62,7 @@ def worker_session() -> Generator[StopFlag, None, None]:
     stop = StopFlag(WORKER_STOP_SIGNALS)
     if os.getppid() != parent:
         raise SystemExit(143)
+    _report(BEGUN, "")
     try:
         yield stop
     except Stopped as stopped:

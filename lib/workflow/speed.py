@@ -17,13 +17,13 @@ from torch.optim import AdamW
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import attention_backend
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
+from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.optim.clipping import clip_gradients
 from lib.optim.optimizer import build_optimizer, set_learning_rate
 from lib.parallel.data_parallel import set_gradient_sync, shard_data_parallel
 from lib.parallel.groups import ParallelGroups
-from lib.parallel.mesh import build_mesh
+from lib.parallel.mesh import build_mesh, data_mesh
 from lib.parallel.storage import store_on_mesh
 from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import one_forward_one_backward
@@ -89,7 +89,7 @@ def _model(config: ModelConfig, vocab_size: int, device: torch.device) -> GPTMod
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
         groups=ParallelGroups(),
-        core=attention_backend("auto"),
+        options=ModelOptions(attention_backend("auto")),
         part=whole_model(config),
     )
     initialize(model, config, vocab_size=vocab_size, seed=1)
@@ -99,7 +99,7 @@ def _model(config: ModelConfig, vocab_size: int, device: torch.device) -> GPTMod
 def _real_step(model: GPTModel, data: list[Tensor], dtype: torch.dtype) -> Callable[[], float]:
     mesh = build_mesh(data[0].device.type, tensor=1, pipeline=1, data=1)
     store_on_mesh(model, mesh["tp"])
-    shard_data_parallel(model, model.layers.values(), mesh["dp"], dtype)
+    shard_data_parallel(model, model.layers.values(), data_mesh(mesh), dtype)
     parameters = dict(model.named_parameters())
     optimizer = _optimizer(list(parameters.values()))
     num_tokens = sum(tokens.numel() // 2 for tokens in data)
@@ -107,9 +107,11 @@ def _real_step(model: GPTModel, data: list[Tensor], dtype: torch.dtype) -> Calla
     def step() -> float:
         losses = run_plan(
             one_forward_one_backward(0, 1, len(data)),
-            lambda number: model(data[number][0], data[number][1]).sum(),
+            lambda _chunk, number, _received: model(data[number][0], data[number][1]).sum(),
             grad_scale=1.0 / num_tokens,
-            before_backward=lambda is_last: set_gradient_sync(model, is_last),
+            before_backward=lambda _chunk, is_last: set_gradient_sync(
+                model, "optimizer", is_last=is_last
+            ),
         )
         clip_gradients(parameters.values(), 1.0, ParallelGroups())
         optimizer.step()

@@ -131,6 +131,37 @@ def random_streams(directory):
     return drawn
 
 
+def both_stages():
+    """What a pipeline of two stages holds, a tensor each."""
+    return {"model.0.weight": torch.arange(15.0).view(5, 3), "model.1.weight": torch.ones(4, 3)}
+
+
+def needed_for_both_stages():
+    return storage.bytes_needed(both_stages())
+
+
+def stages(directory):
+    """Each rank holds one of two tensors; then nobody wants the second one."""
+    own = list(both_stages().items())[dist.get_rank()]
+    tensors = dict([own])
+    storage.save(directory / "stages", 1, tensors, {}, 1)
+    blank = {name: torch.zeros_like(each) for name, each in tensors.items()}
+    storage.load_latest(directory / "stages", blank)
+    found = storage.find_latest(directory / "stages")
+    wanted = {name: each for name, each in blank.items() if "0" in name}
+    return {
+        "needed": storage.bytes_needed(tensors),
+        "loaded": [(blank[name], each) for name, each in tensors.items()],
+        "refused": complaint(storage.load_tensors, found, wanted),
+    }
+
+
+def load_both_stages(directory):
+    blank = {name: torch.zeros_like(each) for name, each in both_stages().items()}
+    storage.load_latest(directory / "stages", blank)
+    return blank
+
+
 def faults(directory):
     """Whatever goes wrong on one rank ends in the same outcome on all, and none hangs."""
     state_directory = directory / "faults"

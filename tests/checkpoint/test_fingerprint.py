@@ -55,6 +55,11 @@ CHANGES = {
     "training.seed": 2,
     "training.seq_length": 8,
     "training.global_batch_size": 8,
+    "training.rampup_start_batch_size": 2,
+    "training.rampup_increment": 2,
+    "training.rampup_samples": 8,
+    "training.label_smoothing": 0.1,
+    "training.z_loss": 1e-4,
     "training.split": "80,10,10",
     "data.tokens_sha256": "ef" * 32,
     "data.tokenizer_fingerprint": "ef" * 32,
@@ -77,6 +82,11 @@ KEEPS = {
     "parallel.tensor": 2,
     "parallel.pipeline": 2,
     "parallel.data": 2,
+    "parallel.sequence": True,
+    "parallel.virtual_stages": 2,
+    "parallel.layers_per_chunk": [1, 1],
+    "parallel.sharding": "parameters",
+    "parallel.data_shard": 2,
     "training.micro_batch_size": 4,
     "training.eval_interval": 5,
     "training.eval_iters": 3,
@@ -94,6 +104,12 @@ KEEPS = {
     # Not read by a cosine schedule; tested below with the one that reads them.
     "schedule.wsd_style": "cosine",
     "schedule.wsd_decay_samples": 8,
+    # Not read by fp32; tested below with fp16, which reads them.
+    "precision.loss_scale": 1024.0,
+    "precision.initial_loss_scale": 1024.0,
+    "precision.min_loss_scale": 2.0,
+    "precision.loss_scale_window": 100,
+    "precision.loss_scale_hysteresis": 1,
 }
 
 
@@ -158,6 +174,36 @@ def test_schedule_fields_count_where_the_learning_rate_reads_them(decay, field, 
         for config in (before, after)
     ]
     assert (curves[0] != curves[1]) == counts
+
+
+@pytest.mark.parametrize(
+    ("compute", "scale", "reads"),
+    [
+        ("fp32", None, set()),
+        ("bf16", None, set()),
+        ("fp64", None, set()),
+        ("fp16", 512.0, {"loss_scale"}),
+        (
+            "fp16",
+            None,
+            {
+                "loss_scale",
+                "initial_loss_scale",
+                "min_loss_scale",
+                "loss_scale_window",
+                "loss_scale_hysteresis",
+            },
+        ),
+    ],
+)
+def test_loss_scale_fields_count_where_the_number_type_reads_them(compute, scale, reads):
+    base = {"precision__compute": compute, "precision__loss_scale": scale}
+    before = fingerprint(run_config(**base))
+    for name in KEEPS:
+        section, _, field = name.partition(".")
+        if section == "precision":
+            after = fingerprint(run_config(**{**base, f"precision__{field}": KEEPS[name]}))
+            assert (after != before) == (field in reads), field
 
 
 def test_it_is_the_same_in_another_process():

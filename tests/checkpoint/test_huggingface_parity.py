@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lib.checkpoint.huggingface import to_huggingface
 from lib.checkpoint.shapes import parameter_shapes
 from lib.layers.attention import attention_backend
-from lib.model.gpt import GPTModel, whole_model
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.parallel.groups import ParallelGroups
 from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, theirs
 
@@ -40,7 +40,7 @@ def ours(config, backend="auto"):
         vocab_size=VOCABULARY,
         padded_vocab_size=PADDED,
         groups=ParallelGroups(),
-        core=attention_backend(backend),
+        options=ModelOptions(attention_backend(backend)),
         part=whole_model(config),
     )
     generator = torch.Generator().manual_seed(3)

@@ -5,6 +5,7 @@ import torch
 from torch.optim import AdamW
 
 from lib.checkpoint import state
+from lib.parallel.random import shard_stream
 from tests.checkpoint.rank_work import build, checkpoint, resume, step
 
 
@@ -104,3 +105,44 @@ def test_random_streams_are_named_for_their_rank():
     assert torch.equal(torch.randn(5), drawn)
     with pytest.raises(KeyError):
         state.restore_random_streams(streams, 11, torch.device("cpu"))
+
+
+def test_the_stream_of_a_tensor_parallel_shard_is_one_more():
+    cpu = torch.device("cpu")
+    stream = shard_stream(3, cpu, dp_rank=0, pp_rank=0, tp_rank=1)
+    torch.manual_seed(3)
+    streams = {name: value.clone() for name, value in state.random_streams(2, cpu, stream).items()}
+    assert set(streams) == {"random.rank_00002.cpu", "random.rank_00002.shard"}
+    drawn = torch.randn(5), drawn_from(stream)
+    state.restore_random_streams(streams, 2, cpu, stream)
+    again = drawn_from(stream)  # the order of the two does not matter
+    assert torch.equal(again, drawn[1])
+    assert torch.equal(torch.randn(5), drawn[0])
+    assert not torch.equal(again, drawn[0])
+    with pytest.raises(KeyError):
+        state.restore_random_streams(state.random_streams(2, cpu), 2, cpu, stream)
+
+
+def test_a_loaded_stream_draws_without_changing_what_was_loaded():
+    cpu = torch.device("cpu")
+    stream = shard_stream(3, cpu, dp_rank=0, pp_rank=0, tp_rank=1)
+    streams = state.random_streams(0, cpu, stream)
+    before = streams["random.rank_00000.shard"].clone()
+    state.restore_random_streams(streams, 0, cpu, stream)
+    drawn_from(stream)
+    assert torch.equal(streams["random.rank_00000.shard"], before)
+    assert not torch.equal(stream.state, before)
+
+
+def drawn_from(stream):
+    with stream.active():
+        return torch.randn(5)
+
+
+def test_copies_of_another_stages_parameters_can_be_left_out():
+    model, optimizer = build(0, sharded=False)
+    own = {name: value for name, value in model.named_parameters() if name != "second.weight"}
+    tensors = state.training_tensors(own.items(), optimizer)
+    assert len(tensors) == 3 * len(own)
+    assert not any("second" in name for name in tensors)
+    assert optimizer.state[model.second.weight]["exp_avg"].eq(0).all()  # it steps all the same

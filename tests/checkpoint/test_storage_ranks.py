@@ -2,6 +2,7 @@
 
 import torch
 
+from lib.checkpoint import storage
 from tests.checkpoint import rank_work
 from tests.distributed import run_on_ranks
 
@@ -41,6 +42,26 @@ def test_one_rank_saves_and_two_resume(tmp_path):
 def test_each_rank_gets_its_own_random_stream(tmp_path):
     first, second = run_on_ranks(2, rank_work.random_streams, tmp_path)
     assert not torch.equal(first, second)
+
+
+def test_stages_of_a_pipeline_save_and_load_what_each_holds(tmp_path):
+    """The names and the size of all are the same on all; what nobody fills is refused."""
+    first, second = run_on_ranks(2, rank_work.stages, tmp_path)
+    assert first["needed"] == second["needed"]
+    both = run_on_ranks(1, rank_work.needed_for_both_stages)[0]
+    payload = sum(tensor.numel() * 4 for tensor in rank_work.both_stages().values())
+    assert payload < both <= first["needed"] < payload + 200_000
+    for rank in (first, second):
+        assert all(torch.equal(a, b) for a, b in rank["loaded"])
+        assert "model.1.weight has no place in this model" in rank["refused"]
+        assert "model.0" not in rank["refused"]
+    (alone,) = run_on_ranks(1, rank_work.load_both_stages, tmp_path)
+    assert_same(alone, rank_work.both_stages())
+    whole = storage.read_model(
+        tmp_path / "stages" / "iter_0000001",
+        {"0.weight": (5, 3), "1.weight": (4, 3)},
+    )
+    assert_same({f"model.{name}": value for name, value in whole.items()}, rank_work.both_stages())
 
 
 def test_faults_of_one_rank_are_everyones(tmp_path):

@@ -1,52 +1,26 @@
 """Each rule: what it accepts, what it refuses, and which legal values it names."""
 
 from collections.abc import Iterator
-from typing import Any
+from inspect import isfunction
+from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.config import rules
+from lib.config import batch_rules, layout_rules, rules
 from lib.config.nearest import divisors_near, multiples_near
-from lib.config.operation import EvaluateConfig
-from lib.config.schema import (
-    ModelSection,
-    OptimizerConfig,
-    ParallelConfig,
-    ScheduleSection,
-    TrainingSection,
-)
+from lib.config.schema import OptimizerConfig
 from lib.errors import Problem
-
-MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-TRAINING = {"seq_length": 16, "micro_batch_size": 2, "global_batch_size": 4, "train_iters": 10}
-
-
-def model(**keys: Any) -> ModelSection:
-    return ModelSection.model_validate({**MODEL, **keys})
-
-
-def training(**keys: Any) -> TrainingSection:
-    return TrainingSection.model_validate({**TRAINING, **keys})
-
-
-def schedule(**keys: Any) -> ScheduleSection:
-    return ScheduleSection.model_validate(keys)
-
-
-def parallel(**keys: Any) -> ParallelConfig:
-    return ParallelConfig.model_validate(keys)
-
-
-def evaluate(**keys: Any) -> EvaluateConfig:
-    return EvaluateConfig.model_validate(keys)
-
-
-def only(found: Iterator[Problem]) -> str:
-    problems = list(found)
-    assert len(problems) == 1, problems
-    return str(problems[0])
+from tests.config.sections import (
+    evaluate,
+    model,
+    only,
+    parallel,
+    precision,
+    schedule,
+    training,
+)
 
 
 def test_hidden_size_divides_into_heads() -> None:
@@ -87,67 +61,24 @@ def test_positions_cover_the_sequence() -> None:
     assert "write 16 or more, null, or a seq_length of at most 8" in found
 
 
-def test_one_shard_and_one_stage() -> None:
-    assert not list(rules.one_shard_and_one_stage(parallel()))
-    found = list(rules.one_shard_and_one_stage(parallel(tensor=2, pipeline=4)))
-    assert [(p.field, p.value) for p in found] == [
-        ("parallel.tensor", "2"),
-        ("parallel.pipeline", "4"),
-    ]
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp64"])
+def test_loss_scale_is_for_fp16(compute: str) -> None:
+    rule = rules.loss_scale_is_for_fp16
+    assert not list(rule(precision(compute=compute)))
+    assert not list(rule(precision(compute="fp16", loss_scale=1024)))
+    assert only(rule(precision(compute=compute, loss_scale=1024))) == (
+        f"precision.loss_scale = 1024: precision.compute: {compute} does not read it; write null, "
+        "or compute: fp16"
+    )
 
 
-@pytest.mark.parametrize(
-    ("keys", "tensor", "field", "remedy"),
-    [
-        ({"num_attention_heads": 3}, 2, "num_attention_heads", "nearest: 2 or 4"),
-        ({"ffn_hidden_size": 63}, 2, "ffn_hidden_size", "nearest: 62 or 64"),
-        ({"vocab_size_multiple": 64, "num_attention_heads": 6, "ffn_hidden_size": 48}, 3,
-         "vocab_size_multiple", "nearest: 63 or 66; or parallel.tensor: 2 or 4"),
-    ],
-)  # fmt: skip
-def test_layers_divide_by_tensor(
-    keys: dict[str, int], tensor: int, field: str, remedy: str
-) -> None:
-    found = only(rules.layers_divide_by_tensor(model(**keys), parallel(tensor=tensor)))
-    assert found.startswith(f"model.{field} = {keys[field]}: must be divisible")
-    assert remedy in found
-    assert not list(rules.layers_divide_by_tensor(model(**keys), parallel(tensor=1)))
-
-
-@pytest.mark.parametrize(
-    ("groups", "tensor", "is_sound"),
-    [(1, 2, True), (2, 4, True), (4, 2, True), (3, 2, False), (2, 3, False), (6, 4, False)],
-)
-def test_query_groups_divide_by_tensor(groups: int, tensor: int, is_sound: bool) -> None:
-    shape = model(num_query_groups=groups, num_attention_heads=12)
-    found = list(rules.query_groups_divide_by_tensor(shape, parallel(tensor=tensor)))
-    assert (not found) == is_sound
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "data", "remedy"),
-    [
-        (6, 4, None, "nearest global_batch_size: 4 or 8; nearest micro_batch_size: 3 or 6"),
-        (8, 2, 3, "nearest global_batch_size: 6 or 12"),
-        (2, 1, 4, "nearest global_batch_size: 4"),
-        (2, 4, None, "nearest global_batch_size: 4; nearest micro_batch_size: 2"),
-        (12, 4, 2, "nearest global_batch_size: 8 or 16; nearest micro_batch_size: 3 or 6"),
-    ],
-)
-def test_global_batch_is_refused_not_rounded(
-    batch: int, micro: int, data: int | None, remedy: str
-) -> None:
-    sizes = training(global_batch_size=batch, micro_batch_size=micro)
-    found = list(rules.global_batch_divides(sizes, parallel(data=data)))
-    assert [problem.remedy for problem in found] == [remedy]
-    assert str(micro) in found[0].rule
-
-
-@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 16))
-def test_global_batch_divides_exactly_where_it_does(batch: int, micro: int, data: int) -> None:
-    sizes = training(global_batch_size=batch, micro_batch_size=micro)
-    found = list(rules.global_batch_divides(sizes, parallel(data=data)))
-    assert bool(found) == (batch % (micro * data) != 0)
+def test_loss_scale_begins_above_its_floor() -> None:
+    rule = rules.loss_scale_begins_above_its_floor
+    assert not list(rule(precision()))
+    assert not list(rule(precision(initial_loss_scale=2, min_loss_scale=2)))
+    found = only(rule(precision(initial_loss_scale=2, min_loss_scale=4)))
+    assert "initial_loss_scale = 2: must be at least precision.min_loss_scale = 4" in found
+    assert found.endswith("write 4 or more, or min_loss_scale: 2 or less")
 
 
 def test_lengths_are_given_once() -> None:
@@ -166,14 +97,6 @@ def test_lengths_are_given_once() -> None:
         "schedule.decay_samples",
         "schedule.wsd_decay_samples",
     ]
-
-
-def test_train_samples_are_whole_steps() -> None:
-    rule = rules.train_samples_are_whole_steps
-    assert not list(rule(training()))
-    assert not list(rule(training(train_iters=None, train_samples=8)))
-    found = only(rule(training(train_iters=None, train_samples=10)))
-    assert "divisible by training.global_batch_size = 4; nearest: 8 or 12" in found
 
 
 @pytest.mark.parametrize(
@@ -268,30 +191,32 @@ def test_top_k_is_at_most_the_vocabulary() -> None:
 def test_all_rules_run_where_their_sections_are_there() -> None:
     sections: dict[str, object] = {
         "model": model(num_attention_heads=3),
-        "parallel": parallel(tensor=2),
-        "training": training(global_batch_size=5),
+        "parallel": parallel(tensor=2, sequence=True, data=3),
+        "training": training(seq_length=15),
     }
     fields = {problem.field for problem in rules.broken_rules(sections)}
     assert fields == {
         "model.hidden_size",
         "model.num_attention_heads",
-        "parallel.tensor",
+        "training.seq_length",
         "training.global_batch_size",
     }
     del sections["model"]
     fields = {problem.field for problem in rules.broken_rules(sections)}
-    assert fields == {"parallel.tensor", "training.global_batch_size"}
+    assert fields == {"training.seq_length", "training.global_batch_size"}
 
 
-def test_every_rule_of_the_module_is_run() -> None:
+@pytest.mark.parametrize("module", [rules, batch_rules, layout_rules])
+def test_every_rule_of_the_module_is_run(module: ModuleType) -> None:
     written = {
         name
-        for name, value in vars(rules).items()
-        if callable(value)
-        and getattr(value, "__module__", "") == rules.__name__
-        and name not in ("broken_rules",)
+        for name, value in vars(module).items()
+        if isfunction(value)
+        and value.__module__ == module.__name__
+        and value.__annotations__["return"] == Iterator[Problem]
     }
-    run = {rule.__name__ for rule in rules.ALL_RULES if rule.__module__ == rules.__name__}
+    run = {rule.__name__ for rule in rules.ALL_RULES if rule.__module__ == module.__name__}
+    assert len(run) > 5
     assert run == written
 
 

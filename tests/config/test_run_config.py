@@ -74,6 +74,43 @@ def test_iterations_and_samples_give_the_same_run(make: Factory) -> None:
     assert by_iterations == by_samples
 
 
+RAMPUP = {
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "rampup_start_batch_size": 2,
+    "rampup_increment": 2,
+    "rampup_samples": 24,
+    "train_iters": None,
+}
+
+
+def test_a_rampup_takes_more_steps(make: Factory) -> None:
+    """Steps of 2, 2, 2, 2, 4, 4, 6, 6, 8 and 8 samples."""
+    run = make.run_config(training={**RAMPUP, "train_samples": 44}, schedule={"warmup_samples": 9})
+    assert (run.training.train_iters, run.training.train_samples) == (10, 44)
+    assert run.schedule.warmup_samples == 9
+    assert run.schedule.decay_samples == 44
+    assert run.derived.tokens_per_step == 8 * 16
+    assert run.derived.train_tokens == 44 * 16
+    assert run.derived.epochs == 44 / 40
+
+
+def test_layouts_and_scales_are_kept_as_written(make: Factory, tmp_path: Path) -> None:
+    layout = {
+        "tensor": 2,
+        "pipeline": 2,
+        "layers_per_chunk": [1, 1],
+        "sharding": "parameters",
+        "data_shard": 2,
+    }
+    run = make.run_config(parallel=layout)
+    path = tmp_path / "run_config.json"
+    path.write_text(run.to_json())
+    assert RunConfig.load(path) == run
+    assert run.parallel.layers_per_chunk == (1, 1)
+    assert make.run_config().parallel.layers_per_chunk is None
+
+
 def test_derived_numbers(make: Factory) -> None:
     derived = make.run_config().derived
     assert derived.padded_vocab_size == 384
@@ -201,7 +238,16 @@ def test_the_file_is_deterministic_and_complete(make: Factory, tmp_path: Path) -
 def test_no_null_is_left_but_those_that_mean_something(make: Factory) -> None:
     content = json.loads(make.run_config().to_json())
     nulls = [f"{s}.{key}" for s, keys in content.items() for key in keys if keys[key] is None]
-    assert sorted(nulls) == ["checkpoint.keep_every", "parallel.data"]
+    assert sorted(nulls) == [
+        "checkpoint.keep_every",
+        "parallel.data",
+        "parallel.data_shard",
+        "parallel.layers_per_chunk",
+        "precision.loss_scale",
+        "training.rampup_increment",
+        "training.rampup_samples",
+        "training.rampup_start_batch_size",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 3}'])

@@ -50,7 +50,25 @@ def build(section: str, **keys: Any) -> BaseModel:
         ("training", "eval_interval", 0, -1),
         ("checkpoint", "save_interval", 0, -1),
         ("checkpoint", "keep_last", 1, 0),
+        ("training", "rampup_start_batch_size", 1, 0),
+        ("training", "rampup_increment", 1, 0),
+        ("training", "rampup_samples", 1, 0),
+        ("training", "label_smoothing", 0.0, 1.0),
+        ("training", "label_smoothing", 0.99, -0.1),
+        ("training", "z_loss", 1e-4, -1e-4),
+        ("precision", "compute", "fp64", "fp8"),
+        ("precision", "loss_scale", 1024.0, 0.0),
+        ("precision", "initial_loss_scale", 2.0**32, 0.0),
+        ("precision", "min_loss_scale", 1.0, float("inf")),
+        ("precision", "loss_scale_window", 1, 0),
+        ("precision", "loss_scale_hysteresis", 1, 0),
         ("parallel", "data", 1, 0),
+        ("parallel", "tensor", 1, 0),
+        ("parallel", "pipeline", 1, 0),
+        ("parallel", "virtual_stages", 1, 0),
+        ("parallel", "layers_per_chunk", (1, 2), (1, 0)),
+        ("parallel", "sharding", "gradients", "nothing"),
+        ("parallel", "data_shard", 1, 0),
         ("evaluate", "seed", 0, -1),
         ("evaluate", "temperature", 0.0, -0.1),
         ("evaluate", "top_k", 1, 0),
@@ -58,6 +76,13 @@ def build(section: str, **keys: Any) -> BaseModel:
         ("evaluate", "num_samples", 0, -1),
         ("launch", "processes", 1, 0),
         ("launch", "stop_timeout_s", 1, 0),
+        ("launch", "nodes", 1, 0),
+        ("launch", "node_rank", 0, -1),
+        ("launch", "debug", "collectives", "everything"),
+        ("runtime", "recompute", "full", "all"),
+        ("runtime", "recompute_method", "block", "blocks"),
+        ("runtime", "recompute_layers", 1, 0),
+        ("runtime", "gradient_statistics", 0, -1),
         ("runtime", "log_interval", 1, 0),
         ("runtime", "prefetch", 0, -1),
     ],
@@ -77,6 +102,17 @@ def test_splits_that_mean_something(split: str) -> None:
 def test_splits_that_mean_nothing(split: str) -> None:
     with pytest.raises(ValidationError, match="shares of training"):
         build("training", split=split)
+
+
+@pytest.mark.parametrize("place", ["node0:29500", "10.0.0.1:1", "[fe80::1]:65535", "a.b.c:80"])
+def test_rendezvous(place: str) -> None:
+    assert build("launch", rendezvous=place)
+
+
+@pytest.mark.parametrize("place", ["", "node0", ":29500", "node0:", "node0:x", "a:0", "a:65536"])
+def test_rendezvous_without_host_or_port(place: str) -> None:
+    with pytest.raises(ValidationError, match="must be host:port"):
+        build("launch", rendezvous=place)
 
 
 @pytest.mark.parametrize("name", list(CONFIG_SECTIONS))

@@ -13,7 +13,7 @@ from lib.config.run_config import RunConfig
 from lib.data.indexed_dataset import IndexedDatasetWriter
 from lib.data.tokens_manifest import TokensManifest
 from lib.errors import InvalidParams, UserError
-from stages.validate_config import check_schema, validate, warn_of_machine
+from stages.validate_config import check_schema, summarise, validate, warn_of_machine
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT_TOKENS = 100
@@ -142,6 +142,68 @@ def test_all_problems_of_one_run_one_a_line(folder: Path) -> None:
         if place.startswith("params.yaml:"):
             key = rest.split(" = ")[0].split(".")[1]
             assert lines[int(place.split(":")[1]) - 1].strip().startswith(f"{key}:")
+
+
+LAYOUTS: list[tuple[dict[str, str], list[str]]] = [
+    ({"tensor": "2", "sequence": "true"}, []),
+    ({"pipeline": "2", "virtual_stages": "2"}, []),
+    ({"pipeline": "2", "layers_per_chunk": "[3, 1]"}, []),
+    ({"data": "2", "sharding": "parameters", "data_shard": "1"}, []),
+    ({"tensor": "3"}, ["model.vocab_size_multiple"]),
+    ({"tensor": "4"}, ["model.num_attention_heads"]),
+    ({"sequence": "true"}, ["parallel.sequence"]),
+    ({"pipeline": "5"}, ["parallel.pipeline"]),
+    ({"pipeline": "2", "layers_per_chunk": "[4, 0]"}, ["parallel.layers_per_chunk[1]"]),
+    ({"pipeline": "2", "layers_per_chunk": "[1, 1]"}, ["parallel.layers_per_chunk"]),
+    ({"virtual_stages": "2"}, ["parallel.virtual_stages"]),
+    ({"data": "2", "data_shard": "3"}, ["parallel.data_shard"]),
+    ({"data": "3"}, ["training.global_batch_size"]),
+    ({"sharding": "everything"}, ["parallel.sharding"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "fields"), LAYOUTS)
+def test_a_layout_is_refused_before_anything_starts(
+    folder: Path, keys: dict[str, str], fields: list[str]
+) -> None:
+    """Changing only the section ``parallel`` of the default."""
+    params_file = read_params(Path("params.yaml"))
+    for key, text in keys.items():
+        line = int(params_file.where("parallel", key).rpartition(":")[2]) - 1
+        lines = Path("params.yaml").read_text().splitlines()
+        lines[line] = f"  {key}: {text}"
+        Path("params.yaml").write_text("\n".join(lines) + "\n")
+    changed = read_params(Path("params.yaml"))
+    if not fields:
+        check_schema(changed)
+        return
+    with pytest.raises(InvalidParams) as caught:
+        check_schema(changed)
+    assert [problem.field for problem in caught.value.problems] == fields
+    assert all(problem.where.startswith("params.yaml:") for problem in caught.value.problems)
+
+
+def test_a_rampup_is_resolved_and_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data(folder)
+    for old, new in (
+        ("rampup_start_batch_size: null", "rampup_start_batch_size: 8"),
+        ("rampup_increment: null", "rampup_increment: 8"),
+        ("rampup_samples: null", "rampup_samples: 80"),
+    ):
+        change(folder, old, new)
+    with pytest.raises(InvalidParams) as caught:
+        validate(read_params(Path("params.yaml")))
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["schedule.warmup_iters", "schedule.decay_iters", "training.train_iters"]
+    for key, iterations, samples in (("warmup", 24, 80), ("decay", 240, 240), ("train", 240, 240)):
+        change(folder, f"  {key}_iters: {iterations} ", f"  {key}_iters: null ")
+        change(folder, f"  {key}_samples: null ", f"  {key}_samples: {samples} ")
+    config = validate(read_params(Path("params.yaml")))
+    assert (config.training.train_iters, config.training.train_samples) == (20, 240)
+    summarise(config)
+    shown = capsys.readouterr().out
+    assert "from 8 by 8 to 16 samples, ends at step 10 (80 samples)" in shown
+    assert "cosine, ends at step 20 (240 samples)" in shown
 
 
 def test_a_broken_section_does_not_hide_the_others(folder: Path) -> None:

@@ -40,7 +40,7 @@ from lib.evaluate.evaluation import (
 from lib.evaluate.generate import Sampling, continue_prompt
 from lib.evaluate.perplexity import HeldOutLoss
 from lib.layers.attention import attention_backend
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, whole_model
+from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, sentencepiece_model, train
@@ -116,7 +116,7 @@ def publish(folder: Path, **changes: object) -> Published:
         vocab_size=VOCABULARY,
         padded_vocab_size=config.derived.padded_vocab_size,
         groups=ParallelGroups(),
-        core=attention_backend("auto"),
+        options=ModelOptions(attention_backend("auto")),
         part=whole_model(config.model),
     )
     initialize(trained, config.model, vocab_size=VOCABULARY, seed=1)

@@ -11,7 +11,7 @@ from lib.data.samples import SampleWindows
 from lib.data.splits import describe_splits
 from lib.evaluate.perplexity import entropy, measure_loss
 from lib.layers.attention import attention_backend
-from lib.model.gpt import GPTModel, whole_model
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from tests.train.tiny_run import tiny_config, write_tokens
@@ -32,7 +32,7 @@ def model(prefix):
         vocab_size=300,
         padded_vocab_size=384,
         groups=ParallelGroups(),
-        core=attention_backend("auto"),
+        options=ModelOptions(attention_backend("auto")),
         part=whole_model(config.model),
     )
     initialize(built, config.model, vocab_size=300, seed=1)

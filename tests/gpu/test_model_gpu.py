@@ -15,7 +15,7 @@ from lib.model.loss import MicroBatch, token_losses
 from lib.optim.clipping import clip_gradients
 from lib.optim.optimizer import build_optimizer, set_learning_rate
 from lib.parallel.data_parallel import set_gradient_sync, shard_data_parallel
-from lib.parallel.mesh import build_mesh, groups_of
+from lib.parallel.mesh import build_mesh, data_mesh, groups_of
 from lib.parallel.storage import store_on_mesh
 from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import one_forward_one_backward
@@ -105,7 +105,7 @@ def test_one_step_through_fully_shard(device, name, dtype, rows):
     mesh = build_mesh("cuda", tensor=1, pipeline=1, data=1)
     model = model_on(device, config, torch.float32)
     store_on_mesh(model, mesh["tp"])
-    shard_data_parallel(model, model.layers.values(), mesh["dp"], dtype)
+    shard_data_parallel(model, model.layers.values(), data_mesh(mesh), dtype)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(
         list(parameters.values()), betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1
@@ -117,9 +117,9 @@ def test_one_step_through_fully_shard(device, name, dtype, rows):
     count = sum(batch.num_tokens for batch in batches)
     losses = run_plan(
         one_forward_one_backward(0, 1, len(batches)),
-        lambda number: token_losses(model, batches[number]).sum(),
+        lambda _chunk, number, _received: token_losses(model, batches[number]).sum(),
         grad_scale=1.0 / count,
-        before_backward=lambda last: set_gradient_sync(model, last),
+        before_backward=lambda _, last: set_gradient_sync(model, "optimizer", is_last=last),
     )
     norm = clip_gradients(parameters.values(), 0.5, groups_of(mesh))
     assert all(value.grad.dtype == value.dtype == torch.float32 for value in parameters.values())

@@ -16,6 +16,13 @@ _PADDED = 32
 # With 4 ranks of 8 columns: no padding; inside the last slice; exactly the last slice; inside the
 # third (the last is all padding); three ranks all padding; one real column more than a slice.
 _VOCABULARIES = (32, 27, 24, 20, 8, 3, 9)
+_PLAIN = {"label_smoothing": 0.0, "z_loss": 0.0}
+_TERMS = [
+    {"label_smoothing": 0.1, "z_loss": 0.0},
+    {"label_smoothing": 0.0, "z_loss": 1e-2},
+    {"label_smoothing": 0.3, "z_loss": 1e-3},
+    {"label_smoothing": 1.0, "z_loss": 1.0},
+]
 
 
 def drawn_logits(seed, scale=3.0):
@@ -33,36 +40,42 @@ def drawn_weights():
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
 
-def losses_on_rank(cases):
+def losses_on_rank(cases, terms=_PLAIN):
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Group(rank, size, dist.group.WORLD if size > 1 else None)
     results = []
     for logits, vocab_size in cases:
         mine = logits.chunk(size, -1)[rank].clone().requires_grad_()
-        losses = vocab_parallel_cross_entropy(mine, drawn_labels(vocab_size), vocab_size, group)
+        labels = drawn_labels(vocab_size)
+        losses = vocab_parallel_cross_entropy(mine, labels, vocab_size, group, **terms)
         (losses * drawn_weights().to(losses.dtype)).sum().backward()
         results.append((losses.detach(), mine.grad, mine.detach()))
     return results
 
 
-def truth(logits, vocab_size):
+def truth(logits, vocab_size, terms=_PLAIN):
     """Loss and gradient in float64; the gradient of padding columns is zero."""
     whole = logits.double().requires_grad_()
+    real = whole[..., :vocab_size]
     losses = F.cross_entropy(
-        whole[..., :vocab_size].reshape(-1, vocab_size),
+        real.reshape(-1, vocab_size),
         drawn_labels(vocab_size).reshape(-1),
         reduction="none",
+        label_smoothing=terms["label_smoothing"],
     ).view(4, 3)
+    losses = losses + terms["z_loss"] * real.logsumexp(-1).square()
     (losses * drawn_weights()).sum().backward()
     return losses.detach(), whole.grad
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_equals_torch_wherever_the_padding_ends(tensor):
+@pytest.mark.parametrize("terms", [_PLAIN, *_TERMS])
+def test_equals_torch_wherever_the_padding_ends(tensor, terms):
+    """Faults: smoothing over the local or the padded vocabulary; losses too high by log T."""
     cases = [(drawn_logits(n), vocab_size) for n, vocab_size in enumerate(_VOCABULARIES)]
-    ranks = run_on_ranks(tensor, losses_on_rank, cases)
+    ranks = run_on_ranks(tensor, losses_on_rank, cases, terms)
     for number, (logits, vocab_size) in enumerate(cases):
-        losses, gradient = truth(logits, vocab_size)
+        losses, gradient = truth(logits, vocab_size, terms)
         for rank in ranks:
             torch.testing.assert_close(rank[number][0], losses, **FLOAT64)
         gathered = torch.cat([rank[number][1] for rank in ranks], dim=-1)
@@ -73,32 +86,35 @@ def test_equals_torch_wherever_the_padding_ends(tensor):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_padding_logits_are_never_seen(tensor):
+@pytest.mark.parametrize("terms", [_PLAIN, *_TERMS])
+def test_padding_logits_are_never_seen(tensor, terms):
     """Whatever stands there, even infinities and the largest logit of all."""
     clean = drawn_logits(1)
     dirty = clean.clone()
     dirty[..., 20:] = 1e4
     dirty[..., 31] = math.inf
     dirty[..., 30] = math.nan
-    ranks = run_on_ranks(tensor, losses_on_rank, [(clean, 20), (dirty, 20)])
+    ranks = run_on_ranks(tensor, losses_on_rank, [(clean, 20), (dirty, 20)], terms)
     for first, second in ranks:
         assert torch.equal(first[0], second[0])
         assert torch.equal(first[1], second[1])
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_large_logits_do_not_overflow(tensor):
+@pytest.mark.parametrize("terms", [_PLAIN, *_TERMS])
+def test_large_logits_do_not_overflow(tensor, terms):
     logits = drawn_logits(2, scale=1e4)
-    for rank in run_on_ranks(tensor, losses_on_rank, [(logits, 27)]):
-        torch.testing.assert_close(rank[0][0], truth(logits, 27)[0], **FLOAT64)
+    for rank in run_on_ranks(tensor, losses_on_rank, [(logits, 27)], terms):
+        torch.testing.assert_close(rank[0][0], truth(logits, 27, terms)[0], **FLOAT64)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_are_computed_in_fp32(tensor, dtype):
+@pytest.mark.parametrize("terms", [_PLAIN, _TERMS[0]])
+def test_losses_are_computed_in_fp32(tensor, dtype, terms):
     logits = drawn_logits(3).to(dtype)
-    ranks = run_on_ranks(tensor, losses_on_rank, [(logits, 27)])
-    losses, gradient = truth(logits, 27)
+    ranks = run_on_ranks(tensor, losses_on_rank, [(logits, 27)], terms)
+    losses, gradient = truth(logits, 27, terms)
     eps = torch.finfo(torch.float32).eps
     for rank in ranks:
         assert rank[0][0].dtype == torch.float32
@@ -125,11 +141,12 @@ def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
 
 
 @pytest.mark.parametrize("vocab_size", [5, 8])
-def test_gradient_by_differences(vocab_size):
+@pytest.mark.parametrize("terms", [_PLAIN, *_TERMS])
+def test_gradient_by_differences(vocab_size, terms):
     logits = torch.randn(2, 2, 8, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([[0, 4], [2, 3]])
     assert torch.autograd.gradcheck(
-        lambda x: vocab_parallel_cross_entropy(x, labels, vocab_size, Group()), (logits,)
+        lambda x: vocab_parallel_cross_entropy(x, labels, vocab_size, Group(), **terms), (logits,)
     )
 
 
@@ -140,3 +157,14 @@ def test_a_weight_of_zero_gives_no_gradient():
     assert logits.grad[0, 1].eq(0).all()
     assert logits.grad[1, 0].eq(0).all()
     assert logits.grad[0, 0].ne(0).all()
+
+
+def test_one_large_tensor_is_kept():
+    kept = []
+    logits = torch.randn(2, 2, 64, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks:
+        vocab_parallel_cross_entropy(
+            logits, torch.ones(2, 2).long(), 60, Group(), label_smoothing=0.1, z_loss=0.1
+        )
+    assert [t.shape for t in kept if t.numel() > 4] == [logits.shape]

@@ -1,15 +1,26 @@
-"""Norms by their formulas, gradients included."""
+"""Norms by their formulas, gradients included, on one rank and on several."""
 
 import pytest
 import torch
 
 from lib.layers.norm import LayerNorm, RMSNorm, build_norm
-from lib.parallel.groups import Group
+from lib.parallel.groups import ParallelGroups
+from tests.distributed import run_on_ranks
+from tests.layers.on_ranks import (
+    assert_close,
+    cut_sequence,
+    drawn,
+    fill,
+    gradients,
+    join_activations,
+    join_parameters,
+    tensor_groups,
+)
 from tests.reference import FLOAT64
 
 
 def filled(kind, size, epsilon):
-    norm = build_norm(kind, size, epsilon, Group()).double()
+    norm = build_norm(kind, size, epsilon, ParallelGroups()).double()
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.normal_()
@@ -40,13 +51,10 @@ def test_forward_and_gradients(kind, type_, epsilon):
 
 
 def test_parameters():
-    assert [name for name, _ in build_norm("layernorm", 8, 1e-5, Group()).named_parameters()] == [
-        "weight",
-        "bias",
-    ]
-    assert [name for name, _ in build_norm("rmsnorm", 8, 1e-5, Group()).named_parameters()] == [
-        "weight"
-    ]
+    expected = {"layernorm": ["weight", "bias"], "rmsnorm": ["weight"]}
+    for kind, names in expected.items():
+        norm = build_norm(kind, 8, 1e-5, ParallelGroups())
+        assert [name for name, _ in norm.named_parameters()] == names
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
@@ -65,3 +73,55 @@ def test_bf16_is_normalised_in_higher_precision(kind):
     eps = torch.finfo(torch.bfloat16).eps
     # Weight, bias and result are rounded once each.
     torch.testing.assert_close(found, truth, rtol=3 * eps, atol=3 * eps)
+
+
+def values_of(kind):
+    return {"weight": drawn(1, 6)} | ({"bias": drawn(2, 6)} if kind == "layernorm" else {})
+
+
+def norm_on_rank(kind, sequence):
+    groups = tensor_groups(sequence=sequence)
+    norm = build_norm(kind, 6, 1e-5, groups)
+    fill(norm, values_of(kind))
+    x = cut_sequence(drawn(3, 12, 2, 6), groups).clone().requires_grad_()
+    output = norm(x)
+    (output * cut_sequence(drawn(4, 12, 2, 6), groups)).sum().backward()
+    return output.detach(), x.grad, gradients(norm)
+
+
+def heads_on_rank(sequence):
+    """Every rank has heads of its own, whole sequences of them."""
+    groups = tensor_groups(sequence=sequence)
+    norm = RMSNorm(6, 1e-5, groups, input_is_cut=True)
+    fill(norm, values_of("rmsnorm"))
+    x = drawn(3, 12, 2, 6).chunk(groups.tp.size)[groups.tp.rank].clone().requires_grad_()
+    output = norm(x)
+    (output * drawn(4, 12, 2, 6).chunk(groups.tp.size)[groups.tp.rank]).sum().backward()
+    return output.detach(), x.grad, gradients(norm)
+
+
+def compare(ranks, kind, *, cut):
+    norm = build_norm(kind, 6, 1e-5, ParallelGroups())
+    fill(norm, values_of(kind))
+    x = drawn(3, 12, 2, 6).requires_grad_()
+    output = by_formula(x, norm, 1e-5)
+    (output * drawn(4, 12, 2, 6)).sum().backward()
+    assert_close(join_activations([rank[0] for rank in ranks], sequence=cut), output.detach())
+    assert_close(join_activations([rank[1] for rank in ranks], sequence=cut), x.grad)
+    for name, parameter in norm.named_parameters():
+        gradient = join_parameters([rank[2][name] for rank in ranks], None)
+        assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_gradients_are_whole_on_every_rank(kind, sequence, tensor):
+    """Fault: under sequence parallelism the ranks' gradients of weights were left partial."""
+    compare(run_on_ranks(tensor, norm_on_rank, kind, sequence), kind, cut=sequence)
+
+
+@pytest.mark.parametrize("tensor", [2, 3, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_norms_of_heads_sum_over_the_ranks_in_any_case(sequence, tensor):
+    compare(run_on_ranks(tensor, heads_on_rank, sequence), "rmsnorm", cut=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.layers.rotary import apply_rotary, rotary_table
+from lib.layers.rotary import Rotary, apply_rotary, rotary_table
 from tests.reference import FLOAT64, plain_rotary
 
 _CPU = torch.device("cpu")
@@ -75,3 +75,42 @@ def test_dtype_is_kept(dtype):
     eps = torch.finfo(dtype).eps
     # Input, cosine, sine, two products and a sum, of vectors of size about 4.
     torch.testing.assert_close(y.double(), turned(x.double()), rtol=0, atol=16 * eps)
+
+
+def test_the_object_turns_queries_and_keys_alike():
+    rotary = Rotary(8, 500.0)
+    q, k = torch.randn(9, 2, 4, 8, dtype=torch.float64), torch.randn(9, 2, 1, 8).double()
+    turned_q, turned_k = rotary(q, k)
+    for x, found in ((q, turned_q), (k, turned_k)):
+        for head in range(x.shape[2]):
+            expected = plain_rotary(x[:, :, head].transpose(0, 1), 500.0).transpose(0, 1)
+            torch.testing.assert_close(found[:, :, head], expected, **FLOAT64)
+
+
+def test_the_table_is_kept_and_serves_shorter_sequences(monkeypatch):
+    made = []
+
+    def counted(length, *args):
+        made.append(length)
+        return rotary_table(length, *args)
+
+    monkeypatch.setattr("lib.layers.rotary.rotary_table", counted)
+    rotary = Rotary(8, 1e4)
+    for length, dtype in ((5, torch.float32), (5, torch.float32), (3, torch.float32)):
+        x = torch.randn(length, 1, 2, 8, dtype=dtype)
+        assert torch.equal(rotary(x, x)[0], turned(x))
+    assert made == [5]
+    for length, dtype in ((6, torch.float32), (5, torch.float64), (6, torch.float64)):
+        x = torch.randn(length, 1, 2, 8, dtype=dtype)
+        assert torch.equal(rotary(x, x)[1], turned(x))
+    assert made == [5, 6, 5, 6]
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_a_table_made_without_gradients_serves_training(context):
+    rotary = Rotary(8, 1e4)
+    x = torch.randn(4, 1, 2, 8, dtype=torch.float64)
+    with context():
+        rotary(x, x)
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(rotary, (x, x.detach()))

@@ -4,7 +4,7 @@ import torch
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import attention_backend
-from lib.model.gpt import GPTModel, whole_model
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from lib.parallel.storage import cut_of
@@ -51,7 +51,7 @@ def build(config, *, vocab_size=VOCAB_SIZE, padded=PADDED, seed=1234, tp=None, b
         vocab_size=vocab_size,
         padded_vocab_size=padded,
         groups=groups,
-        core=attention_backend(backend),
+        options=ModelOptions(attention_backend(backend)),
         part=whole_model(config),
     )
     initialize(model, config, vocab_size=vocab_size, seed=seed)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lib.config.run_config import count_parameters
 from lib.layers.attention import attention_backend
-from lib.model.gpt import GPTModel, StageSlice
+from lib.model.gpt import GPTModel, ModelOptions, StageSlice
 from lib.parallel.groups import Group, ParallelGroups
 from tests.distributed import run_on_ranks
 from tests.model.models import (
@@ -182,7 +182,7 @@ def test_stages_one_after_another_are_the_whole_model():
             vocab_size=VOCAB_SIZE,
             padded_vocab_size=PADDED,
             groups=ParallelGroups(),
-            core=attention_backend("auto"),
+            options=ModelOptions(attention_backend("auto")),
             part=part,
         )
         for part in (

@@ -87,7 +87,7 @@ def test_rows_of_1_9_3_and_0_tokens_weigh_by_their_tokens(size):
     batches = pieces(tokens, labels, counted, size)
     losses = run_plan(
         one_forward_one_backward(0, 1, len(batches)),
-        lambda number: token_losses(model, batches[number]).sum(),
+        lambda _chunk, number, _received: token_losses(model, batches[number]).sum(),
         grad_scale=1.0 / sum(batch.num_tokens for batch in batches),
     )
     torch.testing.assert_close(torch.stack(losses).sum() / 13, expected.detach(), **FLOAT64)

@@ -125,7 +125,8 @@ def test_a_model_without_vectors_has_one_group():
 def test_the_table_counts_every_parameter_once(name):
     parameters = dict(build(CONFIGS[name]).named_parameters())
     counts = {True: 0, False: 0}
-    for line in decay_table(parameters.items()):
+    rows = [(key, tuple(value.shape), decays(value)) for key, value in parameters.items()]
+    for line in decay_table(rows):
         count = int(line.rpartition("(x ")[2].rstrip(")")) if "(x " in line else 1
         counts[" decays" in line] += count
     expected = sum(decays(parameter) for parameter in parameters.values())
@@ -133,12 +134,12 @@ def test_the_table_counts_every_parameter_once(name):
 
 
 def test_a_line_of_the_table():
-    parameters = {
-        "layers.0.mlp.linear_fc2.weight": torch.zeros(4, 8),
-        "layers.11.mlp.linear_fc2.weight": torch.zeros(4, 8),
-        "final_layernorm.bias": torch.zeros(4),
-    }
-    assert decay_table(parameters.items()) == [
+    rows = [
+        ("layers.0.mlp.linear_fc2.weight", (4, 8), True),
+        ("layers.11.mlp.linear_fc2.weight", (4, 8), True),
+        ("final_layernorm.bias", (4,), False),
+    ]
+    assert decay_table(rows) == [
         "layers.N.mlp.linear_fc2.weight [4, 8]: decays (x 2)",
         "final_layernorm.bias [4]: no decay",
     ]

@@ -1,31 +1,103 @@
-"""The conjugate pair: identity forward and sum backward, and the other way round."""
+"""Collectives against sums and joins of all ranks' tensors; the conjugate pairs; debug watch."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lib.parallel.collectives import all_reduce, copy_to_group, reduce_from_group
-from lib.parallel.groups import Group
+from lib.parallel import collectives
+from lib.parallel.collectives import (
+    all_reduce,
+    copy_to_group,
+    gather_first_dim,
+    gather_from_sequence,
+    leave_tensor_parallel,
+    reduce_from_group,
+    reduce_scatter_first_dim,
+    reduce_scatter_to_sequence,
+    start_all_reduce,
+    start_gather_first_dim,
+    start_reduce_scatter_first_dim,
+    sum_partial_gradient,
+)
+from lib.parallel.groups import Group, ParallelGroups
 from tests.distributed import run_on_ranks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+RAW = [
+    (all_reduce, start_all_reduce),
+    (gather_first_dim, start_gather_first_dim),
+    (reduce_scatter_first_dim, start_reduce_scatter_first_dim),
+]
 
 
 def world():
+    dist.barrier()  # a rank that talks to nobody could leave while another one still connects
     return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
+def part_of_rank(rank, dtype):
+    """Small whole numbers: every sum is exact in every dtype."""
+    return (torch.arange(36.0).view(12, 3) % 7 + rank).to(dtype)
+
+
+def raw_on_rank(dtype):
+    group, results = world(), []
+    for call, start in RAW:
+        for strided in (False, True):
+            if strided and call is all_reduce:
+                continue
+            x = part_of_rank(group.rank, dtype)
+            x = x.t().contiguous().t() if strided else x
+            same = x.clone()
+            pending = start(same, group)
+            found = call(x, group)
+            assert torch.equal(pending.wait(), found)
+            results.append((call.__name__, found))
+            if call is not all_reduce:
+                assert torch.equal(x, part_of_rank(group.rank, dtype))
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_raw_collectives(size, dtype):
+    parts = [part_of_rank(rank, dtype) for rank in range(size)]
+    total = sum(parts[1:], start=parts[0])
+    for rank, results in enumerate(run_on_ranks(size, raw_on_rank, dtype)):
+        expected = {
+            "all_reduce": total,
+            "gather_first_dim": torch.cat(parts),
+            "reduce_scatter_first_dim": total.chunk(size)[rank],
+        }
+        for name, found in results:
+            assert found.dtype == dtype
+            assert torch.equal(found, expected[name])
+
+
+def maximum_on_rank():
+    group = world()
+    return all_reduce(torch.tensor([float(group.rank)]), group, dist.ReduceOp.MAX)
+
+
+def test_other_reductions():
+    assert [found.item() for found in run_on_ranks(2, maximum_on_rank)] == [1.0, 1.0]
+
+
 def both_on_rank():
-    rank = dist.get_rank()
+    group = world()
     x = torch.arange(6.0).view(2, 3).requires_grad_()
-    copied = copy_to_group(x, world())
-    (copied * (rank + 1)).sum().backward()
-    part = (torch.ones(2, 3) * 10**rank).requires_grad_()
-    reduced = reduce_from_group(part, world())
+    copied = copy_to_group(x, group)
+    (copied * (group.rank + 1)).sum().backward()
+    part = (torch.ones(2, 3) * 10**group.rank).requires_grad_()
+    reduced = reduce_from_group(part, group)
     (reduced * torch.arange(6.0).view(2, 3)).sum().backward()
     return copied.detach(), x.grad, reduced.detach(), part.grad, part.detach()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_forward_and_backward(size):
+def test_whole_activations(size):
     numbers = torch.arange(6.0).view(2, 3)
     for rank, (copied, sum_grad, reduced, same_grad, part) in enumerate(
         run_on_ranks(size, both_on_rank)
@@ -35,6 +107,35 @@ def test_forward_and_backward(size):
         assert reduced.eq(sum(10**r for r in range(size))).all()
         assert torch.equal(same_grad, numbers)
         assert part.eq(10**rank).all()  # the input is left as it was
+
+
+def sequence_on_rank():
+    group = world()
+    shard = part_of_rank(group.rank, torch.float64).requires_grad_()
+    joined = gather_from_sequence(shard, group)
+    weights = torch.arange(joined.numel()).view_as(joined) % 5 + group.rank
+    (joined * weights).sum().backward()
+    whole = part_of_rank(group.rank, torch.float64).requires_grad_()
+    kept = reduce_scatter_to_sequence(whole, group)
+    (kept * (torch.arange(kept.numel()).view_as(kept) + 100 * group.rank)).sum().backward()
+    return joined.detach(), shard.grad, kept.detach(), whole.grad
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_cut_activations(size):
+    parts = [part_of_rank(rank, torch.float64) for rank in range(size)]
+    weights = torch.arange(36 * size).view(12 * size, 3) % 5
+    summed = size * weights + sum(range(size))
+    rows = 12 // size
+    each = torch.arange(3 * rows).view(rows, 3)
+    joined_gradient = torch.cat([each + 100 * rank for rank in range(size)])
+    for rank, (joined, shard_grad, kept, whole_grad) in enumerate(
+        run_on_ranks(size, sequence_on_rank)
+    ):
+        assert torch.equal(joined, torch.cat(parts))
+        assert torch.equal(shard_grad, summed.chunk(size)[rank].double())
+        assert torch.equal(kept, sum(parts[1:], start=parts[0]).chunk(size)[rank])
+        assert torch.equal(whole_grad, joined_gradient.double())
 
 
 def shared_gradient_on_rank():
@@ -53,24 +154,84 @@ def test_backward_leaves_the_incoming_gradient_as_it_was():
 
 
 def strided_on_rank():
+    group = world()
     x = torch.arange(6.0).view(2, 3).t().requires_grad_()
-    reduce_from_group(x, world()).sum().backward()
+    reduce_from_group(x, group).sum().backward()
     y = torch.arange(6.0).requires_grad_()
-    copy_to_group(y, world()).view(2, 3).t().sum().backward()
-    maximum = all_reduce(torch.tensor([float(dist.get_rank())]), world(), dist.ReduceOp.MAX)
-    return reduce_from_group(x.detach(), world()), x.grad, y.grad, maximum
+    copy_to_group(y, group).view(2, 3).t().sum().backward()
+    return reduce_from_group(x.detach(), group), x.grad, y.grad
 
 
-def test_strided_tensors_and_other_reductions():
-    for reduced, gradient, summed, maximum in run_on_ranks(2, strided_on_rank):
+def test_strided_tensors():
+    for reduced, gradient, summed in run_on_ranks(2, strided_on_rank):
         assert torch.equal(reduced, 2 * torch.arange(6.0).view(2, 3).t())
         assert gradient.eq(1).all()
         assert summed.eq(2).all()
-        assert maximum.item() == 1.0
+
+
+def layout_on_rank(sequence):
+    group = world()
+    groups = ParallelGroups(tp=group, sequence_parallel=sequence)
+    left = leave_tensor_parallel(part_of_rank(group.rank, torch.float64), groups)
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    (sum_partial_gradient(weight, groups) * 10**group.rank).sum().backward()
+    return left, weight.grad
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_sequence_parallelism_changes(sequence):
+    total = part_of_rank(0, torch.float64) + part_of_rank(1, torch.float64)
+    for rank, (left, gradient) in enumerate(run_on_ranks(2, layout_on_rank, sequence)):
+        assert torch.equal(left, total.chunk(2)[rank] if sequence else total)
+        assert gradient.eq(11 if sequence else 10**rank).all()
+
+
+def watched_on_rank():
+    log = []
+    group = replace(world(), watch=lambda call, x: log.append((call, tuple(x.shape), x.dtype)))
+    x = torch.ones(4, 3, dtype=torch.float64)
+    for call, start in RAW:
+        call(x.clone(), group)
+        start(x.clone(), group).wait()
+    for call in (copy_to_group, reduce_from_group):
+        call(x.clone().requires_grad_(), group).sum().backward()
+    for call in (gather_from_sequence, reduce_scatter_to_sequence):
+        call(x.clone().requires_grad_(), group).sum().backward()
+    return log
+
+
+def test_the_watch_is_told_of_every_collective():
+    names = ["all_reduce"] * 2 + ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    names += ["all_reduce", "all_reduce"]  # backward of the one, forward of the other
+    names += ["all_gather", "reduce_scatter", "reduce_scatter", "all_gather"]
+    rows = [4] * 8 + [4, 8, 4, 2]
+    expected = [(name, (n, 3), torch.float64) for name, n in zip(names, rows, strict=True)]
+    assert run_on_ranks(2, watched_on_rank) == [expected, expected]
 
 
 def test_a_group_of_one_returns_its_input():
+    def refuse(call, x):
+        raise AssertionError(call)
+
     x = torch.ones(2, requires_grad=True)
-    assert copy_to_group(x, Group()) is x
-    assert reduce_from_group(x, Group()) is x
-    assert all_reduce(x, Group()) is x
+    alone = Group(watch=refuse)
+    calls = [copy_to_group, reduce_from_group, gather_from_sequence, reduce_scatter_to_sequence]
+    for call in calls + [call for call, _ in RAW]:
+        assert call(x, alone) is x
+    for _, start in RAW:
+        assert start(x, alone).wait() is x
+    for sequence in (False, True):
+        groups = ParallelGroups(tp=alone, sequence_parallel=sequence)
+        assert leave_tensor_parallel(x, groups) is x
+        assert sum_partial_gradient(x, groups) is x
+
+
+def uneven_on_rank():
+    group = world()
+    with pytest.raises(AssertionError):
+        collectives.reduce_scatter_first_dim(torch.ones(3), group)
+    return True
+
+
+def test_only_even_cuts():
+    assert run_on_ranks(2, uneven_on_rank) == [True, True]

@@ -13,7 +13,7 @@ from lib.optim.clipping import clip_gradients
 from lib.optim.optimizer import build_optimizer, set_learning_rate
 from lib.parallel.collectives import all_reduce
 from lib.parallel.data_parallel import reshard, set_gradient_sync, shard_data_parallel
-from lib.parallel.mesh import build_mesh, groups_of
+from lib.parallel.mesh import build_mesh, data_mesh, groups_of
 from lib.parallel.storage import local, replica, store_on_mesh
 from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import forward_only, one_forward_one_backward
@@ -61,20 +61,23 @@ def micro_batches_of_rank(step, rows, dp, dtype):
     ]
 
 
-def sharded_model(name, mesh, compute_dtype, master_dtype):
+def sharded_model(name, mesh, compute_dtype, master_dtype, sharding="optimizer"):
     config = config_of(name)
     model = build(config, tp=groups_of(mesh).tp)
     fill(model, rough_weights(config))
     model.to(master_dtype)
     store_on_mesh(model, mesh["tp"])
-    shard_data_parallel(model, model.layers.values(), mesh["dp"], compute_dtype)
+    shard_data_parallel(model, model.layers.values(), data_mesh(mesh), compute_dtype, sharding)
     return model
 
 
-def train_on_rank(name, tensor, rows, compute_dtype, master_dtype):
-    mesh = build_mesh("cpu", tensor=tensor, pipeline=1, data=dist.get_world_size() // tensor)
+def train_on_rank(
+    name, tensor, rows, compute_dtype, master_dtype, sharding="optimizer", data_shard=None
+):
+    data = dist.get_world_size() // tensor
+    mesh = build_mesh("cpu", tensor=tensor, pipeline=1, data=data, data_shard=data_shard)
     groups = groups_of(mesh)
-    model = sharded_model(name, mesh, compute_dtype, master_dtype)
+    model = sharded_model(name, mesh, compute_dtype, master_dtype, sharding)
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(
         list(parameters.values()), betas=(0.9, 0.95), epsilon=1e-8, weight_decay=_DECAY
@@ -88,14 +91,14 @@ def train_on_rank(name, tensor, rows, compute_dtype, master_dtype):
         count = all_reduce(count.double(), groups.dp).item()
         validation = run_plan(
             forward_only(len(batches)),
-            lambda number, batches=batches: token_losses(model, batches[number]).sum(),
+            lambda _chunk, number, _, batches=batches: token_losses(model, batches[number]).sum(),
         )
         reshard(model)
         losses = run_plan(
             one_forward_one_backward(0, 1, len(batches)),
-            lambda number, batches=batches: token_losses(model, batches[number]).sum(),
+            lambda _chunk, number, _, batches=batches: token_losses(model, batches[number]).sum(),
             grad_scale=1.0 / count,
-            before_backward=lambda last: set_gradient_sync(model, last),
+            before_backward=lambda _, last: set_gradient_sync(model, sharding, is_last=last),
         )
         # B69: validation of the training batch before the update is the training loss.
         assert torch.equal(torch.stack(validation), torch.stack(losses))
@@ -138,6 +141,13 @@ def test_float64_training_is_exact_in_every_layout(name, data, tensor):
     assert_trained_alike(ranks, name, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("data_shard", [1, 2, 4])
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "parameters"])
+def test_what_is_sharded_over_which_ranks_does_not_matter(sharding, data_shard):
+    args = ("llama", 1, 1, torch.float64, torch.float64, sharding, data_shard)
+    assert_trained_alike(run_on_ranks(4, train_on_rank, *args), "llama", rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_micro_batch_size_does_not_matter(rows):
     ranks = run_on_ranks(2, train_on_rank, "gpt2", 1, rows, torch.float64, torch.float64)
@@ -160,9 +170,9 @@ def norm_on_rank(rows):
     batches = micro_batches_of_rank(0, rows, groups.dp, torch.float32)
     run_plan(
         one_forward_one_backward(0, 1, len(batches)),
-        lambda number: token_losses(model, batches[number]).sum(),
+        lambda _chunk, number, _received: token_losses(model, batches[number]).sum(),
         grad_scale=1.0 / data_of_step(0)[2].sum().item(),
-        before_backward=lambda last: set_gradient_sync(model, last),
+        before_backward=lambda _, last: set_gradient_sync(model, "optimizer", is_last=last),
     )
     assert all(value.grad.dtype == torch.float32 for value in model.parameters())
     assert all(value.dtype == torch.float32 for value in model.parameters())
@@ -196,17 +206,17 @@ def accumulate_on_rank(contributions):
     mesh = build_mesh("cpu", tensor=1, pipeline=1, data=dist.get_world_size())
     model = OneWeight(groups_of(mesh).tp)
     store_on_mesh(model, mesh["tp"])
-    shard_data_parallel(model, [], mesh["dp"], torch.bfloat16)
+    shard_data_parallel(model, [], data_mesh(mesh), torch.bfloat16)
     (stored,) = model.parameters()
     reduced_before = []
 
-    def before_backward(is_last):
+    def before_backward(_chunk, is_last):
         reduced_before.append(stored.grad is not None)
-        set_gradient_sync(model, is_last)
+        set_gradient_sync(model, "optimizer", is_last=is_last)
 
     gathered_before = []
 
-    def forward(number):
+    def forward(_chunk, number, _received):
         gathered_before.append(next(model.parameters()) is not stored)
         return model(torch.full((4,), contributions[number]))
 

@@ -1,11 +1,28 @@
-"""The executor: what a plan says is what happens, and gradients of micro batches add up."""
+"""The executor: what a plan says is what happens, and every layout gives one rank's numbers."""
+
+import gc
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from lib.parallel.mesh import build_mesh, data_mesh, groups_of
+from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
-from lib.pipeline.schedule import forward_only, one_forward_one_backward
+from lib.pipeline.plan import stage_plan
+from lib.pipeline.schedule import (
+    forward_only,
+    group_size,
+    one_forward_one_backward,
+)
+from tests.distributed import run_on_ranks
+from tests.pipeline.toy_stack import SHAPE, Chunk, batches, gradients_of, losses_of
 from tests.reference import FLOAT64
+
+EXACT = {"rtol": 1e-12, "atol": 1e-14}
 
 
 def small_model():
@@ -16,16 +33,16 @@ def small_model():
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
-@pytest.mark.parametrize("stages", [1, 3])  # the first of three: several graphs wait at once
-def test_gradients_of_micro_batches_are_those_of_the_batch(micro_batches, stages):
+@pytest.mark.parametrize("scale", [0.125, torch.tensor(0.125, dtype=torch.float32)])
+def test_gradients_of_micro_batches_are_those_of_the_batch(micro_batches, scale):
     rows = torch.randn(8, 5, dtype=torch.float64)
     whole, pieces = small_model(), small_model()
     (whole(rows).square().sum() * 0.125).backward()
     parts = rows.chunk(micro_batches)
     losses = run_plan(
-        one_forward_one_backward(0, stages, micro_batches),
-        lambda number: pieces(parts[number]).square().sum(),
-        grad_scale=0.125,
+        one_forward_one_backward(0, 1, micro_batches),
+        lambda chunk, number, received: pieces(parts[number]).square().sum(),
+        grad_scale=scale,
     )
     assert len(losses) == micro_batches
     for part, loss in zip(parts, losses, strict=True):  # by number, not scaled, detached
@@ -39,7 +56,8 @@ def test_forward_only_keeps_no_graph():
     model = small_model()
     grad_modes, outputs = [], []
 
-    def forward(number):
+    def forward(chunk, number, received):
+        assert (chunk, received) == (0, None)
         grad_modes.append(torch.is_grad_enabled())
         outputs.append(model(torch.full((2, 5), float(number), dtype=torch.float64)).sum())
         return outputs[-1]
@@ -55,64 +73,271 @@ def test_forward_only_keeps_no_graph():
 def test_training_inside_no_grad_still_trains():
     weight = torch.ones(1, requires_grad=True)
     with torch.no_grad():
-        run_plan(one_forward_one_backward(0, 1, 1), lambda _: (weight * 3).sum())
+        run_plan(one_forward_one_backward(0, 1, 1), lambda *_: (weight * 3).sum())
         assert not torch.is_grad_enabled()
     assert weight.grad.item() == 3.0
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_before_backward_is_told_of_the_last_one_only(stages):
+def test_before_backward_is_told_of_the_last_one_only():
     weight = torch.ones(1, requires_grad=True)
-    events = []
+    told = []
 
-    def forward(number):
-        events.append(f"F{number}")
-        return (weight * 2.0).sum()
+    def before_backward(chunk, is_last):
+        told.append((chunk, is_last, 0.0 if weight.grad is None else weight.grad.item()))
 
-    def before_backward(is_last):
-        events.append((is_last, 0.0 if weight.grad is None else weight.grad.item()))
-
-    run_plan(one_forward_one_backward(0, stages, 4), forward, before_backward=before_backward)
-    told = [event for event in events if isinstance(event, tuple)]
+    plan = one_forward_one_backward(0, 1, 4)
+    run_plan(plan, lambda *_: (weight * 2.0).sum(), before_backward=before_backward)
     # Called right before each backward: the gradient so far is that of the earlier ones.
-    assert told == [(False, 0.0), (False, 2.0), (False, 4.0), (True, 6.0)]
+    assert told == [(0, False, 0.0), (0, False, 2.0), (0, False, 4.0), (0, True, 6.0)]
     assert weight.grad.item() == 8.0
-    assert events[:stages] == [f"F{number}" for number in range(min(stages, 4))]
-
-
-def test_graphs_are_freed_after_their_backward():
-    weight = torch.ones(1, requires_grad=True)
-    alive = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.token = Token()
-            return x * 1.0
-
-        @staticmethod
-        def backward(ctx, *grads):
-            return grads[0]
-
-    class Token:
-        def __init__(self):
-            alive.append(1)
-
-        def __del__(self):
-            alive.pop()
-
-    most = []
-
-    def forward(_):
-        loss = Watch.apply(weight).sum()
-        most.append(len(alive))
-        return loss
-
-    run_plan(one_forward_one_backward(0, 1, 5), forward)
-    # The graph of the micro batch before may live until its name is taken again.
-    assert max(most) <= 2
-    assert not alive
 
 
 def test_empty_plan_of_an_evaluation():
-    assert run_plan(forward_only(0), lambda number: torch.zeros(())) == []
+    assert run_plan(forward_only(0), lambda *_: torch.zeros(())) == []
+
+
+class Graph(torch.autograd.Function):
+    """Identity that knows how many graphs it is part of."""
+
+    alive = 0
+
+    class Token:
+        def __init__(self):
+            Graph.alive += 1
+
+        def __del__(self):
+            Graph.alive -= 1
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.token = Graph.Token()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
+
+
+@dataclass
+class Stage:
+    """One rank's chunks, and what was seen of them while they ran."""
+
+    links: Links
+    chunks: list
+    outputs: list = field(default_factory=list)
+    most_outputs: int = 0
+    most_graphs: int = 0
+    last_backwards: list = field(default_factory=list)
+
+    def run(self, plan, micro_batches):
+        def forward(chunk, number, received):
+            assert (received is None) == self.links.is_first(chunk)
+            self._count_outputs()
+            x = self.chunks[chunk](micro_batches[number], received)
+            x = Graph.apply(x)
+            if not self.links.is_last(chunk):
+                self.outputs.append(StorageWeakRef(x.untyped_storage()))
+            self.most_graphs = max(self.most_graphs, Graph.alive)
+            return x
+
+        def before_backward(chunk, is_last):
+            self._count_outputs()
+            if is_last:
+                self.last_backwards.append(chunk)
+
+        return run_plan(plan, forward, self.links, grad_scale=0.5, before_backward=before_backward)
+
+    def _count_outputs(self):
+        alive = sum(not output.expired() for output in self.outputs)
+        self.most_outputs = max(self.most_outputs, alive)
+
+
+def links_of(groups, chunks):
+    links = Links(groups.channels, groups.pp.rank, groups.pp.size, chunks, SHAPE, torch.float64)
+    links.connect()
+    return links
+
+
+def steps_of_a_stage(pipeline, cases):
+    """Training, validation and training again for each (chunks, micro batches)."""
+    groups = groups_of(build_mesh("cpu", tensor=1, pipeline=pipeline, data=1))
+    results = []
+    for chunks, count in cases:
+        links = links_of(groups, chunks)
+        numbers = [links.global_chunk(chunk) for chunk in range(chunks)]
+        stage = Stage(links, [Chunk(number, pipeline * chunks) for number in numbers])
+        training = stage_plan(links.stage, pipeline, chunks, count, trains=True)
+        validation = stage_plan(links.stage, pipeline, chunks, count + 1, trains=False)
+        losses = [
+            stage.run(training, batches(count, seed=1)),
+            stage.run(validation, batches(count + 1, seed=2)),
+            stage.run(training, batches(count, seed=3)),
+        ]
+        gradients = {}
+        for number, chunk in zip(numbers, stage.chunks, strict=True):
+            gradients |= gradients_of(chunk, number)
+        seen = (stage.most_outputs, stage.most_graphs, Graph.alive, stage.last_backwards)
+        results.append((losses, gradients, seen))
+    return results
+
+
+def steps_in_one_piece(total, count):
+    chunks = [Chunk(number, total) for number in range(total)]
+    losses = [losses_of(chunks, batches(count + more, seed)) for more, seed in MORE_AND_SEED]
+    torch.stack(losses[0] + losses[2]).sum().mul(0.5).backward()
+    gradients = {}
+    for number, chunk in enumerate(chunks):
+        gradients |= gradients_of(chunk, number)
+    return [[loss.detach() for loss in step] for step in losses], gradients
+
+
+MORE_AND_SEED = ((0, 1), (1, 2), (0, 3))
+CASES = [(1, 1), (1, 3), (1, 8), (2, 1), (2, 4), (2, 7), (3, 6)]
+
+
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_every_pipeline_gives_the_numbers_of_one_piece(pipeline):
+    by_stage = run_on_ranks(pipeline, steps_of_a_stage, pipeline, CASES)
+    for case, (chunks, count) in enumerate(CASES):
+        losses, gradients = steps_in_one_piece(pipeline * chunks, count)
+        found = {}
+        for stage in range(pipeline):
+            stage_losses, stage_gradients, seen = by_stage[stage][case]
+            found |= stage_gradients
+            if stage == pipeline - 1:
+                torch.testing.assert_close(stage_losses, losses, **EXACT)
+            else:
+                assert stage_losses == [[], [], []]
+            check_memory(stage, pipeline, chunks, count, seen)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, **EXACT)
+
+
+def check_memory(stage, pipeline, chunks, count, seen):
+    most_outputs, most_graphs, graphs_left, last_backwards = seen
+    # Of what was sent, only what the last transfers may still read is alive; the rest is in
+    # flight without its output.
+    assert most_outputs <= (1 if chunks == 1 else pipeline)
+    bound = min(pipeline - stage, count)
+    if chunks > 1:
+        group = group_size(pipeline, count)
+        bound = min(2 * (pipeline - stage - 1) + (chunks - 1) * group + 1, count * chunks)
+    assert most_graphs == bound
+    assert graphs_left == 0
+    assert last_backwards == [*reversed(range(chunks))] * 2
+
+
+@dataclass(frozen=True)
+class ShardedCase:
+    chunks: int
+    reshard: bool
+    recompute: bool
+
+
+SHARDED = [
+    ShardedCase(chunks, reshard, recompute)
+    for chunks in (1, 2)
+    for reshard, recompute in ((False, False), (True, False), (True, True))
+]
+PER_RANK = 4
+
+
+def sharded_gradients(cases):
+    """Pipeline of two stages, each sharded over two ranks; the gradients of a step."""
+    mesh = build_mesh("cpu", tensor=1, pipeline=2, data=2)
+    groups = groups_of(mesh)
+    mine = batches(2 * PER_RANK, seed=4)[groups.dp.rank :: 2]
+    results = []
+    for case in cases:
+        links = links_of(groups, case.chunks)
+        numbers = [links.global_chunk(chunk) for chunk in range(case.chunks)]
+        chunks = [sharded_chunk(number, case, data_mesh(mesh)) for number in numbers]
+        for _ in range(2):  # the second step finds what the first one left
+            for chunk in chunks:
+                chunk.zero_grad()
+            losses, reduced = sharded_step(links, chunks, mine)
+        gradients = {}
+        for number, chunk in zip(numbers, chunks, strict=True):
+            gradients |= gradients_of(chunk, number)
+        assert all(isinstance(gradient, DTensor) for gradient in gradients.values())
+        full = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+        results.append((losses, full, reduced))
+    return results
+
+
+def sharded_chunk(number, case, mesh):
+    chunk = Chunk(number, 2 * case.chunks, case.recompute)
+    for module in (chunk.layer, chunk):
+        fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return chunk
+
+
+def sharded_step(links, chunks, micro_batches):
+    """Losses, and whether gradients were reduced before each backward of a chunk."""
+    reduced = []
+    stored = [list(chunk.parameters()) for chunk in chunks]  # the shards, not what is gathered
+
+    def before_backward(chunk, is_last):
+        reduced.append(any(shard.grad is not None for shard in stored[chunk]))
+        chunks[chunk].set_requires_gradient_sync(is_last)
+        chunks[chunk].set_is_last_backward(is_last)
+
+    def forward(chunk, number, received):
+        return chunks[chunk](micro_batches[number], received)
+
+    plan = stage_plan(links.stage, 2, len(chunks), len(micro_batches), trains=True)
+    losses = run_plan(plan, forward, links, grad_scale=0.5, before_backward=before_backward)
+    assert all(shard.grad is not None for shards in stored for shard in shards)
+    return losses, reduced
+
+
+def test_sharded_chunks_give_the_gradients_of_one_rank():
+    by_rank = run_on_ranks(4, sharded_gradients, SHARDED)
+    for number, case in enumerate(SHARDED):
+        chunks = [Chunk(place, 2 * case.chunks) for place in range(2 * case.chunks)]
+        losses = losses_of(chunks, batches(2 * PER_RANK, seed=4))
+        torch.stack(losses).sum().mul(0.5).backward()
+        expected = {}
+        for place, chunk in enumerate(chunks):
+            expected |= gradients_of(chunk, place)
+        for rank in range(4):
+            stage, dp_rank = divmod(rank, 2)
+            found_losses, gradients, reduced = by_rank[rank][number]
+            assert reduced == [False] * PER_RANK * case.chunks
+            mine = [loss.detach() for loss in losses[dp_rank::2]]
+            torch.testing.assert_close(found_losses, mine if stage == 1 else [], **EXACT)
+            assert gradients.keys() == {n for n in expected if int(n.split(".")[0]) % 2 == stage}
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected[name], **EXACT)
+
+
+class FaultError(Exception):
+    pass
+
+
+def one_stage_fails():
+    """The last stage raises amid a step, with a receive under way; nobody waits for ever."""
+    groups = groups_of(build_mesh("cpu", tensor=1, pipeline=2, data=1))
+    links = links_of(groups, 1)
+    stage = Chunk(links.stage, 2)
+
+    def forward(chunk, number, received):
+        if links.stage == 1 and number == 1:
+            raise FaultError
+        return stage(batches(4, seed=1)[number], received)
+
+    try:
+        run_plan(stage_plan(links.stage, 2, 1, 4, trains=True), forward, links)
+    except FaultError:
+        ended = "fault"
+    except RuntimeError:  # the other end closed its connections
+        ended = "peer lost"
+    gc.collect()  # what was begun is dropped now, and the process group with the return
+    return ended
+
+
+def test_a_fault_on_one_stage_ends_all():
+    assert run_on_ranks(2, one_stage_fails) == ["peer lost", "fault"]

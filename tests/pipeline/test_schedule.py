@@ -1,10 +1,19 @@
-"""The 1F1B plan: properties for every place in every small pipeline, and one drawn by hand."""
+"""Plans: drawn by hand, and properties for every place in every small pipeline.
 
-import itertools
+That the plans of all stages fit together is proved in test_simulate.
+"""
 
 import pytest
 
-from lib.pipeline.schedule import Action, Kind, forward_only, one_forward_one_backward
+from lib.pipeline.schedule import (
+    Action,
+    Kind,
+    forward_only,
+    group_size,
+    interleaved,
+    one_forward_one_backward,
+    training_plan,
+)
 
 PLACES = [
     (stage, stages, micro_batches)
@@ -12,6 +21,7 @@ PLACES = [
     for stage in range(stages)
     for micro_batches in range(1, 9)
 ]
+CHUNKS = [1, 2, 3, 4]
 
 
 def text(plan):
@@ -32,18 +42,46 @@ def text(plan):
 )
 def test_plans_drawn_by_hand(stage, stages, micro_batches, expected):
     assert text(one_forward_one_backward(stage, stages, micro_batches)) == expected
+    assert text(training_plan(stage, stages, 1, micro_batches)) == expected
 
 
-def test_every_micro_batch_goes_once_forward_and_once_backward_in_order():
-    for place in PLACES:
-        plan = one_forward_one_backward(*place)
+# Micro batch, then chunk. Two stages: groups of two, warm-up of 4 and of 2 forwards.
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "expected"),
+    [
+        (
+            0,
+            4,
+            "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+        ),
+        (
+            1,
+            4,
+            "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+        ),
+        (0, 3, "F0.0 F1.0 F2.0 F0.1 F1.1 F2.1 B0.1 B1.1 B2.1 B0.0 B1.0 B2.0"),  # a group of 3
+        (1, 3, "F0.0 F1.0 F2.0 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 B0.0 B1.0 B2.0"),
+        (0, 1, "F0.0 F0.1 B0.1 B0.0"),  # fewer than stages
+        (1, 1, "F0.0 F0.1 B0.1 B0.0"),
+    ],
+)
+def test_interleaved_plans_drawn_by_hand(stage, micro_batches, expected):
+    assert " ".join(map(str, interleaved(stage, 2, 2, micro_batches))) == expected
+    assert training_plan(stage, 2, 2, micro_batches) == interleaved(stage, 2, 2, micro_batches)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_every_micro_batch_goes_once_through_every_chunk_in_order(chunks):
+    for stage, stages, micro_batches in PLACES:
+        plan = training_plan(stage, stages, chunks, micro_batches)
         for kind in Kind:
-            numbers = [action.micro_batch for action in plan if action.kind is kind]
-            assert numbers == list(range(place[2]))
-        assert len(plan) == 2 * place[2]
+            for chunk in range(chunks):
+                numbers = [a.micro_batch for a in plan if (a.kind, a.chunk) == (kind, chunk)]
+                assert numbers == list(range(micro_batches))
+        assert len(plan) == 2 * micro_batches * chunks
 
 
-def test_backward_follows_forward_and_few_are_in_flight():
+def test_few_are_in_flight():
     for stage, stages, micro_batches in PLACES:
         seen, in_flight, most = set(), 0, 0
         for action in one_forward_one_backward(stage, stages, micro_batches):
@@ -58,44 +96,41 @@ def test_backward_follows_forward_and_few_are_in_flight():
         assert in_flight == 0
 
 
-def test_exactly_one_last_backward_and_it_is_the_last_action():
-    for place in PLACES:
-        plan = one_forward_one_backward(*place)
-        assert [action.last_backward for action in plan] == [False] * (len(plan) - 1) + [True]
-        assert plan[-1].kind is Kind.BACKWARD
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_the_last_backward_of_each_chunk_is_marked(chunks):
+    for stage, stages, micro_batches in PLACES:
+        plan = training_plan(stage, stages, chunks, micro_batches)
+        assert plan[-1].last_backward
+        left = set(range(chunks))  # chunks with backwards to come, read from the end
+        for action in reversed(plan):
+            is_last = action.kind is Kind.BACKWARD and action.chunk in left
+            assert action.last_backward == is_last
+            left -= {action.chunk} if is_last else set()
 
 
-def clock(stages, micro_batches):
-    """Time units until all stages are done, an action a unit, or None where they wait for ever."""
-    plans = [list(one_forward_one_backward(s, stages, micro_batches)) for s in range(stages)]
-    done: set[tuple[int, Kind, int]] = set()
-    for now in itertools.count():
-        if not any(plans):
-            return now
-        ready = []
-        for stage, plan in enumerate(plans):
-            if not plan:
-                continue
-            kind, number = plan[0].kind, plan[0].micro_batch
-            other = stage - 1 if kind is Kind.FORWARD else stage + 1
-            if not 0 <= other < stages or (other, kind, number) in done:
-                ready.append((stage, kind, number))
-        if not ready:
-            return None
-        for stage, _, _ in ready:
-            plans[stage].pop(0)
-        done |= set(ready)
-    raise AssertionError
-
-
-def test_stages_never_wait_for_ever_and_the_bubble_is_the_formulas():
-    for stages in range(1, 9):
-        for micro_batches in range(1, 9):
-            # 2 m units of work, and (p - 1) / m of it idle: 2 (p - 1) units.
-            assert clock(stages, micro_batches) == 2 * micro_batches + 2 * (stages - 1)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_groups_are_the_smallest_whose_every_part_fills_the_stages(stages):
+    assert group_size(stages, 4 * stages) == stages
+    for micro_batches in range(1, 40):
+        size = group_size(stages, micro_batches)
+        fits = [
+            g
+            for g in range(stages, micro_batches + 1)
+            if micro_batches % g == 0 or micro_batches % g >= stages
+        ]
+        assert size == (fits[0] if fits else micro_batches)
+        assert bool(fits) == (micro_batches >= stages)
 
 
 def test_forward_only():
     assert forward_only(0) == []
     assert forward_only(3) == [Action(Kind.FORWARD, number) for number in range(3)]
     assert text(forward_only(2)) == "F0 F1"
+
+
+def test_forward_only_takes_the_order_of_the_training_forwards():
+    for stage, stages, micro_batches in PLACES:
+        for chunks in CHUNKS:
+            plan = training_plan(stage, stages, chunks, micro_batches)
+            forwards = [action for action in plan if action.kind is Kind.FORWARD]
+            assert forward_only(micro_batches, stages, chunks) == forwards

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lib.config.batch_schedule import BatchSchedule
 from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from lib.data.order import SampleOrder
 from lib.data.samples import SampleWindows
@@ -13,6 +14,9 @@ from lib.train.batches import BatchShape, TrainingBatches, validation_batches
 
 SEQ = 5
 CPU = torch.device("cpu")
+TWELVE = BatchSchedule.constant(12)
+RAMPUP = BatchSchedule(8, start=2, increment=2, samples=24)
+RAMPUP_BEGINNINGS = [0, 2, 4, 6, 8, 12, 16, 22, 28, 36, 44]
 LAYOUTS = [(1, 12), (1, 4), (1, 1), (2, 3), (2, 1), (3, 2), (4, 3)]
 
 
@@ -26,9 +30,8 @@ def windows(tmp_path):
     return SampleWindows(dataset, describe_splits(dataset, "1,0,0", SEQ)["train"], SEQ)
 
 
-def shape_of(dp_size, rank, micro_batch_size, global_batch_size=12):
-    micro_batches = global_batch_size // (dp_size * micro_batch_size)
-    return BatchShape(micro_batch_size, micro_batches, Group(rank, dp_size))
+def shape_of(dp_size, rank, micro_batch_size, schedule=TWELVE):
+    return BatchShape(micro_batch_size, schedule, Group(rank, dp_size))
 
 
 def samples_in(batches):
@@ -71,7 +74,7 @@ def test_a_step_reads_the_same_samples_in_every_layout(windows):
 
 def test_shapes(windows):
     shape = shape_of(2, 1, 3)
-    assert (shape.micro_batches, shape.global_batch_size) == (2, 12)
+    assert shape.micro_batches(0) == shape.micro_batches(120) == 2
     batches = TrainingBatches(windows, SampleOrder(38, 7), shape, CPU, 0)
     taken = batches.take(0)
     batches.close()
@@ -98,6 +101,35 @@ def test_jumps_are_followed(windows):
     for step in (4, 0, 1, 6, 6, 2):
         assert samples_in(batches.take(12 * step)) == whole[step]
     batches.close()
+
+
+def take_rampup(windows, shape, prefetch, beginnings):
+    batches = TrainingBatches(windows, SampleOrder(38, 7), shape, CPU, prefetch)
+    taken = [batches.take(consumed) for consumed in beginnings]
+    batches.close()
+    assert [len(step) for step in taken] == [shape.micro_batches(n) for n in beginnings]
+    return [samples_in(step) for step in taken]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_a_rampup_reads_the_same_order_in_steps_of_its_own_sizes(windows, prefetch):
+    """B52: sizes 2, 2, 2, 2, 4, 4, 6, 6, 8, ... over one order of samples, in every layout."""
+    order = SampleOrder(38, 7).samples_at(np.arange(52))
+    ends = [*RAMPUP_BEGINNINGS[1:], 52]
+    for dp_size, micro_batch_size in [(1, 1), (1, 2), (2, 1)]:
+        shapes = [shape_of(dp_size, rank, micro_batch_size, RAMPUP) for rank in range(dp_size)]
+        ranks = [take_rampup(windows, shape, prefetch, RAMPUP_BEGINNINGS) for shape in shapes]
+        for step, (begin, end) in enumerate(zip(RAMPUP_BEGINNINGS, ends, strict=True)):
+            together = sorted(number for rank in ranks for number in rank[step])
+            assert together == sorted(order[begin:end].tolist())
+
+
+def test_a_run_resumed_in_its_rampup_reads_what_it_would_have_read(windows):
+    """B52"""
+    shape = shape_of(2, 1, 1, RAMPUP)
+    whole = take_rampup(windows, shape, 2, RAMPUP_BEGINNINGS)
+    for step in range(len(whole)):
+        assert take_rampup(windows, shape, 2, RAMPUP_BEGINNINGS[step:]) == whole[step:]
 
 
 def test_reading_draws_no_random_numbers(windows):

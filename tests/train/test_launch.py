@@ -12,53 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import alive, family_of, kill_all, wait_until
+from tests.processes import wait_until
+from tests.train.toy import Toy
 
 ROOT = Path(__file__).resolve().parents[2]
-TOY_FOLDER = Path(__file__).resolve().parent
-
-
-class Toy:
-    """A toy stage that was started, and its family of processes."""
-
-    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str]) -> None:
-        self.folder = folder
-        path = f"{ROOT}{os.pathsep}{TOY_FOLDER}"
-        mode, *rest = arguments
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "toy_stage", mode, str(folder), *rest],
-            env=os.environ | {"PYTHONPATH": path} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.family: list[psutil.Process] = []
-
-    def wait_for_training(self, ranks: int) -> list[psutil.Process]:
-        """Waits until every rank trains; gives the worker processes by rank."""
-        files = [self.folder / f"training.{rank}" for rank in range(ranks)]
-        wait_until(lambda: all(file.is_file() and file.read_text() for file in files))
-        self.family = family_of(self.process.pid)
-        return [psutil.Process(int(file.read_text())) for file in files]
-
-    def agent(self) -> psutil.Process:
-        """The torchrun process."""
-        (agent,) = psutil.Process(self.process.pid).children()
-        return agent
-
-    def finish(self) -> tuple[int, str, str]:
-        """Waits for the end; gives exit status, standard output and standard error."""
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
-
-    def saved_by(self) -> dict[str, int]:
-        """Which ranks saved, and the signal that made them."""
-        return {file.suffix: int(file.read_text()) for file in self.folder.glob("saved.*")}
-
-
-def nobody_left(toy: Toy) -> bool:
-    return not any(alive(process) for process in toy.family)
 
 
 @pytest.fixture
@@ -72,9 +29,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Toy]]:
 
     yield start_toy
     for toy in toys:
-        kill_all(toy.family)
-        toy.process.kill()
-        toy.process.wait()
+        toy.end()
 
 
 def test_success_is_silent_but_for_the_workers_own_lines(start: Callable[..., Toy]) -> None:
@@ -123,7 +78,7 @@ def test_stop_signal_saves_on_every_rank(start: Callable[..., Toy], number: int)
     assert toy.saved_by() == {".0": signal.SIGUSR1, ".1": signal.SIGUSR1}
     assert out == "stopped: saved iteration 7; run the same command again to continue\n"
     assert "Traceback" not in err
-    assert nobody_left(toy)
+    assert toy.nobody_left()
 
 
 def test_second_interrupt_ends_at_once(start: Callable[..., Toy]) -> None:
@@ -136,7 +91,7 @@ def test_second_interrupt_ends_at_once(start: Callable[..., Toy]) -> None:
     status, out, _ = toy.finish()
     assert (status, time.monotonic() - begin < 5) == (130, True)
     assert "the newest checkpoint stands" in out
-    assert nobody_left(toy)
+    assert toy.nobody_left()
 
 
 def test_workers_that_do_not_stop_in_time_are_ended(start: Callable[..., Toy]) -> None:
@@ -145,7 +100,7 @@ def test_workers_that_do_not_stop_in_time_are_ended(start: Callable[..., Toy]) -
     toy.process.terminate()
     status, _, _ = toy.finish()
     assert status == 143
-    assert nobody_left(toy)
+    assert toy.nobody_left()
 
 
 def test_stop_before_any_worker_exists(start: Callable[..., Toy]) -> None:
@@ -162,7 +117,7 @@ def test_killed_launcher_takes_everyone_with_it(start: Callable[..., Toy]) -> No
     toy = start("train", "2", "-", "20")
     toy.wait_for_training(2)
     toy.process.kill()
-    wait_until(lambda: nobody_left(toy))
+    wait_until(toy.nobody_left)
     assert toy.saved_by() == {".0": signal.SIGTERM, ".1": signal.SIGTERM}
 
 
@@ -174,7 +129,7 @@ def test_killed_torchrun_takes_the_workers_with_it(start: Callable[..., Toy]) ->
     assert status == 143
     assert out.startswith("stopped: saved iteration 7")
     assert toy.saved_by() == {".0": signal.SIGTERM, ".1": signal.SIGTERM}
-    assert nobody_left(toy)
+    assert toy.nobody_left()
 
 
 @pytest.mark.parametrize("target", ["torchrun", "worker"])
@@ -186,7 +141,7 @@ def test_terminated_below_the_launcher_still_saves(start: Callable[..., Toy], ta
     assert status == 143
     assert out.startswith("stopped: saved iteration 7")
     assert "Traceback" not in err
-    assert nobody_left(toy)
+    assert toy.nobody_left()
 
 
 @pytest.mark.parametrize(
@@ -209,5 +164,5 @@ def test_two_launches_at_once_do_not_share_a_port(start: Callable[..., Toy]) -> 
 
 
 def test_launcher_never_imports_torch() -> None:
-    code = "import sys, lib.train.launch, lib.train.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, lib.train.launch, stages.pretrain; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

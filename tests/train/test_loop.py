@@ -7,7 +7,7 @@ import torch
 from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from lib.data.order import SampleOrder
 from lib.layers.attention import attention_backend
-from lib.model.gpt import GPTModel, whole_model
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from tests.distributed import run_on_ranks
@@ -37,7 +37,7 @@ def by_hand(prefix):
         vocab_size=vocab_size,
         padded_vocab_size=config.derived.padded_vocab_size,
         groups=ParallelGroups(),
-        core=attention_backend("reference"),
+        options=ModelOptions(attention_backend("reference")),
         part=whole_model(config.model),
     )
     initialize(model, config.model, vocab_size=vocab_size, seed=training.seed)

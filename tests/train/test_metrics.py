@@ -7,8 +7,13 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from lib.optim.gradient_statistics import gradient_statistics
+from lib.parallel.groups import ParallelGroups
 from lib.train.metrics import (
+    GRADIENT_COLUMNS,
     TRAIN_COLUMNS,
     VALIDATION_COLUMNS,
     ResultFiles,
@@ -114,20 +119,19 @@ def test_validation_lines():
 
 
 def test_rates_by_hand():
-    """4096 tokens of 6 GFLOP in 0.5 s on 4 devices: 12.288 TFLOP/s each, of 100."""
+    """32 samples, 4096 tokens of 6 GFLOP, in 0.5 s on 4 devices: 12.288 TFLOP/s each, of 100."""
     throughput = Throughput(
-        samples_per_step=32,
-        tokens_per_step=4096,
+        tokens_per_sample=128,
         flops_per_token=6e9,
         processes=4,
         peak_tflops=100.0,
     )
-    rates = throughput.of(0.5)
+    rates = throughput.of(0.5, 32)
     assert rates.tokens_per_second == pytest.approx(8192.0)
     assert rates.samples_per_second == pytest.approx(64.0)
     assert rates.tflops_per_gpu == pytest.approx(12.288)
     assert rates.mfu == pytest.approx(0.12288)
-    assert replace(throughput, peak_tflops=None).of(0.5).mfu is None
+    assert replace(throughput, peak_tflops=None).of(0.5, 32).mfu is None
 
 
 def test_rows_have_the_columns_of_the_table():
@@ -141,7 +145,7 @@ def read(path):
 
 def test_csv_files_show_history_and_new_rows_alike(tmp_path):
     history = [row(1, loss=0.1 + 0.2).as_row(), row(2, mfu=None).as_row()]
-    files = ResultFiles(tmp_path, history, [])
+    files = ResultFiles(tmp_path, history, [], [])
     files.add_step(row(3, loss=math.nan, learning_rate=1e-300).as_row())
     files.add_validation({"step": 3, "loss": 2.0, "perplexity": 7.4, "samples": 8, "tokens": 80})
     table = read(tmp_path / "train.csv")
@@ -160,23 +164,52 @@ def test_csv_files_show_history_and_new_rows_alike(tmp_path):
 
 def test_a_restart_writes_the_history_once(tmp_path):
     rows = [row(step).as_row() for step in (1, 2, 3)]
-    first = ResultFiles(tmp_path, [], [])
+    first = ResultFiles(tmp_path, [], [], [])
     for one in rows:
         first.add_step(one)
     before = (tmp_path / "train.csv").read_text()
-    again = ResultFiles(tmp_path, rows[:2], [])  # step 3 was not saved: it is done again
+    again = ResultFiles(tmp_path, rows[:2], [], [])  # step 3 was not saved: it is done again
     again.add_step(rows[2])
     assert (tmp_path / "train.csv").read_text() == before
 
 
 def test_files_without_rows_have_a_heading(tmp_path):
-    ResultFiles(tmp_path, [], [])
+    ResultFiles(tmp_path, [], [], [])
     assert (tmp_path / "train.csv").read_text() == ",".join(TRAIN_COLUMNS) + "\n"
     assert (tmp_path / "validation.csv").read_text() == ",".join(VALIDATION_COLUMNS) + "\n"
 
 
+def gradients_of(step):
+    """Rows as ``gradient_statistics`` gives them, which so decides the columns."""
+    parameter = nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.tensor([0.0, -3.0, 4.0, float("inf")]) * step
+    found = gradient_statistics({"weight": parameter, "bias": parameter}, ParallelGroups())
+    return [{"step": step, **line} for line in found]
+
+
+def test_gradient_statistics_are_a_line_a_parameter(tmp_path):
+    assert tuple(gradients_of(1)[0]) == GRADIENT_COLUMNS
+    files = ResultFiles(tmp_path, [], [], [])
+    assert not (tmp_path / "gradient_statistics.csv").exists()
+    files.add_gradients(gradients_of(1))
+    files.add_gradients(gradients_of(2))
+    text = (tmp_path / "gradient_statistics.csv").read_text()
+    assert text.splitlines()[0] == ",".join(GRADIENT_COLUMNS)
+    assert text.splitlines()[1:] == [
+        # norm and largest of 3 and 4, their mean over three finite elements
+        f"{step},{name},{5.0 * step},{4.0 * step},{step / 3},0.25,1"
+        for step in (1, 2)
+        for name in ("bias", "weight")
+    ]
+    history = [{"kind": "gradients", "iteration": s, "parameters": gradients_of(s)} for s in (1, 2)]
+    ResultFiles(tmp_path, [], [], history)
+    assert (tmp_path / "gradient_statistics.csv").read_text() == text
+    ResultFiles(tmp_path, [], [], [])
+    assert not (tmp_path / "gradient_statistics.csv").exists()
+
+
 def test_live_figures(tmp_path):
-    files = ResultFiles(tmp_path, [], [])
+    files = ResultFiles(tmp_path, [], [], [])
     files.write_live(row(4).as_row(), 100)
     live = json.loads((tmp_path / "train.json").read_text())
     assert (live["step"], live["loss"], live["train_iters"]) == (4, 2.5, 100)
@@ -190,14 +223,14 @@ def test_live_figures(tmp_path):
 
 def test_live_figures_of_a_resumed_run_know_the_last_validation(tmp_path):
     validations = [{"step": s, "loss": s / 10, "perplexity": 1.0} for s in (10, 20)]
-    files = ResultFiles(tmp_path, [], validations)
+    files = ResultFiles(tmp_path, [], validations, [])
     files.write_live(row(21).as_row(), 100)
     live = json.loads((tmp_path / "train.json").read_text())
     assert (live["validation_loss"], live["validation_step"]) == (2.0, 20)
 
 
 def test_live_figures_are_json_whatever_the_loss(tmp_path):
-    files = ResultFiles(tmp_path, [], [])
+    files = ResultFiles(tmp_path, [], [], [])
     files.write_live(row(4, loss=math.nan, grad_norm=math.inf).as_row(), 100)
 
     def refuse(constant):

@@ -131,14 +131,24 @@ def test_a_longer_a_shorter_and_again_a_longer_run(project):
     assert len(losses()) == 10
 
 
-def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project):
+LAYOUTS = {
+    "tensor": {"parallel__tensor": 2, "parallel__sequence": True},
+    "pipeline": {"parallel__pipeline": 2, "precision__compute": "fp16"},
+}
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project, layout):
+    """Random streams of each rank and the loss scale go on as they were."""
     use("processes", 2)
     changes = {
         "training__train_iters": 40,
         "schedule__decay_iters": 40,
+        "checkpoint__save_interval": 4,
         "model__hidden_dropout": 0.1,
+        "model__attention_dropout": 0.1,
     }
-    configure(**changes)
+    configure(**changes, **LAYOUTS[layout])
     pretrain()
     whole, model = losses(), weights()
     Path("state").rename("state-left-alone")
@@ -164,7 +174,8 @@ def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project):
 
 
 def test_a_model_is_not_published_under_code_that_did_not_train_it(project):
-    configure(training__train_iters=400, schedule__decay_iters=400)
+    rarely = {"checkpoint__save_interval": 200}
+    configure(training__train_iters=400, schedule__decay_iters=400, **rarely)
     process = start()
     deadline = time.monotonic() + 60
     while not Path("results/train.csv").exists() and time.monotonic() < deadline:

@@ -1,15 +1,13 @@
 """A tiny training run on the ranks of a test: random tokens, two layers, the real parts."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from lib.config.launch_plan import layout_for
 from lib.config.operation import CheckpointConfig, RuntimeConfig
-from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve
+from lib.config.run_config import Params, RunConfig, resolve
 from lib.config.schema import (
     ModelSection,
     OptimizerConfig,
@@ -18,23 +16,18 @@ from lib.config.schema import (
     ScheduleSection,
     TrainingSection,
 )
-from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from lib.data.splits import describe_splits
-from lib.train.loop import Hooks, Progress, train
+from lib.parallel.storage import local
+from lib.train.comparison import facts_of, random_corpus
+from lib.train.loop import Hooks, train
 from lib.train.setup import build_training
+from lib.train.step import Progress
 
 VOCABULARY = 300
 
 
 def write_tokens(folder: Path) -> Path:
     """A corpus of 40 documents of random tokens."""
-    prefix = folder / "corpus_text_document"
-    generator = np.random.default_rng(7)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(40):
-            length = int(generator.integers(20, 120))
-            writer.add_document(generator.integers(0, VOCABULARY, length).astype(np.uint16))
-    return prefix
+    return random_corpus(folder, VOCABULARY, documents=40)
 
 
 def tiny_config(prefix: Path, **changes: object) -> RunConfig:
@@ -68,59 +61,56 @@ def tiny_config(prefix: Path, **changes: object) -> RunConfig:
         TrainingSection(**sections["training"]),
         CheckpointConfig(**sections["checkpoint"]),
     )
-    dataset = IndexedDataset(prefix)
-    found = describe_splits(dataset, params.training.split, params.training.seq_length)
-    splits = {
-        name: SplitRange(documents=facts.documents, tokens=facts.tokens, samples=facts.samples)
-        for name, facts in found.items()
-    }
-    facts = DataFacts(
-        prefix=str(prefix),
-        tokens_sha256="0",
-        tokenizer_fingerprint="0",
-        vocab_size=VOCABULARY,
-        eod_id=0,
-        dtype="uint16",
-        documents=dataset.num_documents,
-        tokens=dataset.num_tokens,
-        splits=splits,
-    )
-    return resolve(params, facts)
+    training = params.training
+    return resolve(params, facts_of(prefix, VOCABULARY, training.split, training.seq_length))
 
 
-def run_tiny(config_text: str, spoil_at: int | None = None) -> dict[str, object]:
+def build_tiny(config_text: str, **runtime: object):
+    """The training parts of this rank, for a configuration as JSON and changes of ``runtime``."""
+    config = RunConfig.model_validate_json(config_text)
+    layout = layout_for(config, dist.get_world_size())
+    return build_training(config, RuntimeConfig(**runtime), torch.device("cpu"), layout)
+
+
+def stored_whole(parts) -> dict[str, torch.Tensor]:
+    """This rank's parameters whole, copies."""
+    held = parts.model.parameters.items()
+    return {name: value.detach().full_tensor().clone() for name, value in held}
+
+
+def run_tiny(config_text: str, spoil_at: int | None = None, **runtime: object) -> dict[str, object]:
     """Trains on this rank and gives rows, validations, saves, and the final weights.
 
     Args:
         config_text: the run configuration as JSON.
         spoil_at: at this step a weight becomes not-a-number.
+        runtime: changes of the ``runtime`` section.
     """
-    config = RunConfig.model_validate(json.loads(config_text))
-    layout = layout_for(config, dist.get_world_size())
-    parts = build_training(config, RuntimeConfig(), torch.device("cpu"), layout)
-    rows, validations, saves = [], [], []
+    parts = build_tiny(config_text, **runtime)
+    rows, validations, saves, gradients = [], [], [], []
 
     def on_step(row):
         rows.append(row.as_row())
         if row.step == spoil_at:
             with torch.no_grad():
-                parts.parameters["final_layernorm.weight"].to_local().fill_(float("nan"))
+                local(parts.model.parameters["final_layernorm.weight"]).fill_(float("nan"))
 
     hooks = Hooks(
         on_step=on_step,
         on_validation=lambda row: validations.append(dict(row)),
+        on_gradients=gradients.append,
         save=lambda progress: saves.append(progress.iteration),
         stop_requested=lambda: False,
     )
     progress = Progress()
     train(parts, progress, hooks)
     parts.batches.close()
-    weights = {name: value.detach().full_tensor() for name, value in parts.parameters.items()}
     return {
         "rows": rows,
         "validations": validations,
         "saves": saves,
-        "weights": weights,
-        "training_mode": parts.model.training,
+        "gradients": gradients,
+        "weights": stored_whole(parts),
+        "training_mode": parts.model.chunks.training,
         "skipped": progress.skipped,
     }

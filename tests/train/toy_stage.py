@@ -1,8 +1,12 @@
 """A stand-in for stages/pretrain.py: parent mode launches, worker mode obeys its first argument.
 
+A toy of several nodes also gets how many there are, its number, where they meet and for how long
+it waits there.
+
 Worker modes: ``done``, ``user_error``, ``crash`` (of rank 1), ``lose_a_peer`` (rank 1 is killed
 and rank 0 fails over it), ``train`` (until told to stop, then save), ``stuck`` (never looks at the
-flag), ``warn``, ``environment``.
+flag), ``warn``, ``environment``; ``error_of_rank_1`` (the others wait for it);
+with torch, ``sum`` (adds up the ranks) and ``together`` (``train``, but all stop at one step).
 """
 
 import json
@@ -15,6 +19,7 @@ from pathlib import Path
 from lib.console import say, warn
 from lib.errors import UserError
 from lib.train.launch import LaunchOptions, launch
+from lib.train.nodes import ONE_NODE, Nodes
 from lib.train.signals import StopFlag
 from lib.train.worker import Stopped, is_worker, worker_device, worker_session
 
@@ -23,7 +28,7 @@ RANK = os.environ.get("RANK", "")
 
 def train(folder: Path, stop: StopFlag) -> None:
     (folder / f"training.{RANK}").write_text(str(os.getpid()))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         if stop.requested:
             time.sleep(0.5)  # a save takes its time
@@ -34,7 +39,7 @@ def train(folder: Path, stop: StopFlag) -> None:
 
 def stay_deaf(folder: Path, _stop: StopFlag) -> None:
     (folder / f"training.{RANK}").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(200)
 
 
 def break_a_users_rule(_folder: Path, _stop: StopFlag) -> None:
@@ -65,8 +70,43 @@ def speak(_folder: Path, _stop: StopFlag) -> None:
     say("hello from the worker")
 
 
+def fail_on_rank_1(folder: Path, stop: StopFlag) -> None:
+    if RANK == "1":
+        break_a_users_rule(folder, stop)
+    stay_deaf(folder, stop)
+
+
+def add_up(folder: Path, _stop: StopFlag) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(RANK) + 1.0)
+    dist.all_reduce(total)
+    (folder / f"sum.{RANK}").write_text(str(total.item()))
+    dist.destroy_process_group()
+
+
+def train_together(folder: Path, stop: StopFlag) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    (folder / f"training.{RANK}").write_text(str(os.getpid()))
+    while True:
+        flag = torch.tensor(int(stop.requested))
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag:
+            break
+        time.sleep(0.02)
+    (folder / f"saved.{RANK}").write_text(str(stop.signal or 0))
+    dist.destroy_process_group()
+    raise Stopped("saved iteration 7")
+
+
 def note_environment(folder: Path, _stop: StopFlag) -> None:
     told = {"threads": os.environ["OMP_NUM_THREADS"], "device": worker_device()}
+    told |= {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")}
     (folder / f"environment.{RANK}").write_text(json.dumps(told))
 
 
@@ -79,6 +119,9 @@ MODES = {
     "lose_a_peer": lose_a_peer,
     "warn": speak,
     "environment": note_environment,
+    "error_of_rank_1": fail_on_rank_1,
+    "sum": add_up,
+    "together": train_together,
 }
 
 
@@ -88,12 +131,19 @@ def main() -> None:
         with worker_session() as stop:
             MODES[mode](folder, stop)
         return
+    nodes, patience = ONE_NODE, 60.0
+    if sys.argv[6:]:
+        host, _, port = sys.argv[8].rpartition(":")
+        nodes = Nodes(int(sys.argv[6]), int(sys.argv[7]), (host, int(port)))
+        patience = float(sys.argv[9])
     options = LaunchOptions(
         device="cpu",
         processes=int(sys.argv[3]),
         threads=None if sys.argv[4] == "-" else int(sys.argv[4]),
         stop_timeout_s=float(sys.argv[5]),
         log_dir=folder / "logs",
+        nodes=nodes,
+        meeting_timeout_s=patience,
     )
     sys.exit(launch("toy_stage", sys.argv[1:3], options))
 

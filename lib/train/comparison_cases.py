@@ -1,0 +1,107 @@
+"""What ``stages.compare_layouts`` runs: a small model of the same kind, and layouts that it admits.
+
+What decides whether a layout is right stays as in params.yaml: heads and key/value heads, norms,
+activation, biases, tied embeddings, positions, an explicit split of the layers. Sizes that only
+cost time (head dimension, width, depth, sequence, batch) shrink to what a CPU runs in seconds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from lib.config.launch_plan import layout_for
+from lib.config.rules import broken_rules
+from lib.config.run_config import Params
+from lib.config.schema import ParallelConfig, ScheduleSection, TrainingSection
+from lib.errors import UserError
+
+_HEAD_DIM = 8
+_SHORTEST = 16
+
+
+def small_version(params: Params, layouts: Sequence[ParallelConfig], steps: int) -> Params:
+    """A run of ``steps`` steps over a model of the same kind that all ``layouts`` can hold."""
+    model, tensors = params.model, math.lcm(*(layout.tensor for layout in layouts))
+    hidden = _HEAD_DIM * model.num_attention_heads
+    depth = max(layout.pipeline * layout.virtual_stages for layout in layouts) + 1
+    has_split = any(layout.layers_per_chunk is not None for layout in layouts)
+    multiple = model.vocab_size_multiple
+    small = model.model_copy(
+        update={
+            "num_layers": model.num_layers if has_split else min(model.num_layers, depth),
+            "hidden_size": hidden,
+            "head_dim": _HEAD_DIM,
+            "ffn_hidden_size": 2 * hidden * tensors,
+            "max_position_embeddings": None,
+            "vocab_size_multiple": multiple if multiple % tensors == 0 else tensors,
+        }
+    )
+    rounds = 2 * max(layout.pipeline for layout in layouts)
+    training = TrainingSection(
+        seed=params.training.seed,
+        seq_length=-(-_SHORTEST // tensors) * tensors,
+        micro_batch_size=1,
+        global_batch_size=rounds * math.lcm(*(layout.data or 1 for layout in layouts)),
+        train_iters=steps,
+        label_smoothing=params.training.label_smoothing,
+        z_loss=params.training.z_loss,
+    )
+    constant = ScheduleSection(decay="constant")
+    return replace(params, model=small, training=training, schedule=constant)
+
+
+def without_dropout(params: Params) -> Params:
+    """The same run without dropout, whose masks no two layouts share."""
+    still = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return replace(params, model=params.model.model_copy(update=still))
+
+
+def layouts_up_to(params: Params, processes: int) -> list[ParallelConfig]:
+    """All layouts over up to so many processes that break no rule, one process left out."""
+    found = []
+    degrees = range(1, processes + 1)
+    for tensor, pipeline, data in product(degrees, degrees, degrees):
+        if not 1 < tensor * pipeline * data <= processes:
+            continue
+        for sequence, chunks in product((False, True), (1, 2)):
+            layout = params.parallel.model_copy(
+                update={
+                    "tensor": tensor,
+                    "pipeline": pipeline,
+                    "data": data,
+                    "sequence": sequence,
+                    "virtual_stages": chunks,
+                    "layers_per_chunk": None,
+                    "data_shard": None,
+                }
+            )
+            if is_admitted(params, layout):
+                found.append(layout)
+    return found
+
+
+def is_admitted(params: Params, layout: ParallelConfig) -> bool:
+    """Whether a small version of the run may be laid out so."""
+    small = replace(small_version(params, [layout], 1), parallel=layout)
+    sections = {"model": small.model, "parallel": layout, "training": small.training}
+    if broken_rules(sections) or layout.pipeline * layout.virtual_stages > params.model.num_layers:
+        return False
+    try:
+        layout_for(small, processes_of(layout))
+    except UserError:
+        return False
+    return True
+
+
+def processes_of(layout: ParallelConfig) -> int:
+    """Processes of a layout; ``data: null`` is one copy."""
+    return layout.tensor * layout.pipeline * (layout.data or 1)
+
+
+def layout_name(layout: ParallelConfig) -> str:
+    """A layout in one word, such as ``tp2+sp pp2x2 dp2``."""
+    sequence = "+sp" if layout.sequence else ""
+    chunks = f"x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    name = f"tp{layout.tensor}{sequence} pp{layout.pipeline}{chunks} dp{layout.data or 1}"
+    return name if layout.sharding == "optimizer" else f"{name} {layout.sharding}"

@@ -1,0 +1,182 @@
+"""Builds this rank's part of the model: its chunks, sharded, initialised, with an optimizer's view.
+
+The model is laid out on the meta device and gets memory only once it is sharded, so a rank never
+holds more than its own shards and one whole parameter at a time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lib.config.operation import RuntimeConfig
+from lib.config.run_config import RunConfig
+from lib.layers.attention import attention_backend
+from lib.model.flops import head_cost_in_layers
+from lib.model.gpt import COMPUTE_DTYPES, GPTModel, LossTerms, ModelOptions, StageSlice
+from lib.model.initialization import initial_parts
+from lib.model.recompute import Recompute
+from lib.parallel.collectives import all_reduce
+from lib.parallel.data_parallel import (
+    Sharding,
+    fill_shard,
+    reshard,
+    set_gradient_sync,
+    shard_data_parallel,
+)
+from lib.parallel.groups import ParallelGroups
+from lib.parallel.mesh import data_mesh
+from lib.parallel.storage import Cut, cut_of, store_on_mesh
+from lib.pipeline.partition import layer_ranges, partition_layers
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """This rank's part of the model.
+
+    Attributes:
+        chunks: its chunks of layers, in order of depth; one unless stages are interleaved.
+        parameters: their stored master weights by global name.
+        cuts: how the tensor-parallel ranks hold each of them.
+        tied_copies: names of parameters that are a copy of another stage's: they get the sum of
+            both gradients, take the same steps, and count and are saved there.
+        sharding: what data parallelism shards between uses.
+    """
+
+    chunks: nn.ModuleList
+    parameters: dict[str, nn.Parameter]
+    cuts: dict[str, Cut]
+    tied_copies: frozenset[str]
+    sharding: Sharding
+
+    def chunk(self, number: int) -> GPTModel:
+        """One of the chunks."""
+        chunk = self.chunks[number]
+        assert isinstance(chunk, GPTModel)
+        return chunk
+
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
+        """Prepares a chunk's coming backward, which may be its last of the step."""
+        set_gradient_sync(self.chunks[chunk], self.sharding, is_last=is_last)
+
+    def reshard(self) -> None:
+        """Drops gathered parameters, so that the stored shards are to be seen again."""
+        reshard(self.chunks)
+
+    def tied_copy_parameters(self) -> frozenset[nn.Parameter]:
+        """The parameters that count on another stage."""
+        return frozenset(self.parameters[name] for name in self.tied_copies)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that count and are saved on this rank."""
+        held = self.parameters.items()
+        return {name: value for name, value in held if name not in self.tied_copies}
+
+
+def build_sharded_model(
+    config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups, mesh: DeviceMesh
+) -> ShardedModel:
+    """The initialised model of this rank.
+
+    Args:
+        config: the run configuration.
+        runtime: attention and recomputation.
+        groups: of this rank on ``mesh``.
+        mesh: from ``lib.parallel.mesh.build_mesh``.
+    """
+    dtype = COMPUTE_DTYPES[config.precision.compute]
+    with torch.device("meta"):
+        chunks = nn.ModuleList(_meta_chunks(config, runtime, groups))
+    if dtype == torch.float64:
+        chunks.double()
+    cuts = {_name_of(chunks, name): cut_of(value) for name, value in chunks.named_parameters()}
+    store_on_mesh(chunks, mesh["tp"])
+    sharding = config.parallel.sharding
+    for chunk in chunks:
+        assert isinstance(chunk, GPTModel)
+        shard_data_parallel(chunk, chunk.layers.values(), data_mesh(mesh), dtype, sharding)
+    chunks.to_empty(device=mesh.device_type)
+    parameters = {_name_of(chunks, name): value for name, value in chunks.named_parameters()}
+    vocab_size, seed = config.data.vocab_size, config.training.seed
+    for name, part in initial_parts(cuts, config.model, vocab_size=vocab_size, seed=seed):
+        fill_shard(parameters[name], part, data_mesh(mesh))
+    copies = {
+        chunk.global_name("output_layer.weight")
+        for chunk in chunks
+        if isinstance(chunk, GPTModel) and chunk.has_tied_copy
+    }
+    return ShardedModel(chunks, parameters, cuts, frozenset(copies), sharding)
+
+
+def sum_tied_gradients(model: ShardedModel, config: RunConfig, groups: ParallelGroups) -> None:
+    """Adds up the gradients of a table that the first and the last pipeline stage share."""
+    if not config.model.tie_embeddings or groups.embedding.size == 1:
+        return
+    gradient = model.parameters["embedding.word_embeddings.weight"].grad
+    assert isinstance(gradient, DTensor)
+    all_reduce(gradient.to_local(), groups.embedding)
+
+
+def chunk_slices(config: RunConfig, stage: int, stages: int) -> list[StageSlice]:
+    """Which layers and ends each chunk of a pipeline stage holds."""
+    model, parallel = config.model, config.parallel
+    chunks = stages * parallel.virtual_stages
+    counts = parallel.layers_per_chunk
+    if counts is None:
+        padded = config.derived.padded_vocab_size
+        head = head_cost_in_layers(model, config.training.seq_length, padded)
+        counts = partition_layers(
+            model.num_layers, chunks, first_extra=0.0, last_extra=head, stages=stages
+        )
+    return [
+        StageSlice(
+            layers,
+            first=chunk == 0 and stage == 0,
+            last=chunk == parallel.virtual_stages - 1 and stage == stages - 1,
+        )
+        for chunk, layers in enumerate(layer_ranges(counts, stage, stages))
+    ]
+
+
+def recompute_of(config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups) -> Recompute:
+    """What the backward pass computes again."""
+    model = config.model
+    return Recompute(
+        runtime.recompute,
+        runtime.recompute_method,
+        runtime.recompute_layers,
+        groups.shard_stream,
+        draws=model.hidden_dropout > 0 or model.attention_dropout > 0,
+    )
+
+
+def _meta_chunks(
+    config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups
+) -> list[GPTModel]:
+    training = config.training
+    options = ModelOptions(
+        core=attention_backend(runtime.attention),
+        recompute=recompute_of(config, runtime, groups),
+        loss_terms=LossTerms(training.label_smoothing, training.z_loss),
+    )
+    return [
+        GPTModel(
+            config.model,
+            vocab_size=config.data.vocab_size,
+            padded_vocab_size=config.derived.padded_vocab_size,
+            groups=groups,
+            part=part,
+            options=options,
+        )
+        for part in chunk_slices(config, groups.pp.rank, groups.pp.size)
+    ]
+
+
+def _name_of(chunks: nn.ModuleList, name: str) -> str:
+    """The global name of a parameter of the list of chunks."""
+    number, _, inner = name.partition(".")
+    chunk = chunks[int(number)]
+    assert isinstance(chunk, GPTModel)
+    return chunk.global_name(inner)

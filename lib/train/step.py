@@ -1,0 +1,175 @@
+"""One optimizer step over one global batch.
+
+Read the micro batches, run the pipeline plan (forward and backward of each, gradients reduced
+with the last), add up what two stages share, clip, set the learning rate, update.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lib.errors import UserError
+from lib.model.loss import MicroBatch, run_chunk
+from lib.optim.clipping import clip_gradients
+from lib.optim.optimizer import set_learning_rate
+from lib.parallel.collectives import all_reduce
+from lib.pipeline.executor import run_plan
+from lib.pipeline.plan import stage_plan
+from lib.train.metrics import StepRow
+from lib.train.model_setup import sum_tied_gradients
+from lib.train.setup import TrainingParts
+
+MAX_CONSECUTIVE_NAN = 10
+
+
+@dataclass
+class Progress:
+    """Where a run stands; saved with every checkpoint.
+
+    Attributes:
+        iteration: finished optimizer steps.
+        consumed_samples: samples of those steps.
+        skipped: steps whose update was left out.
+        nan: steps whose loss or gradient norm was not a finite number.
+        nan_in_a_row: the latest such steps without a good one between.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    nan: int = 0
+    nan_in_a_row: int = 0
+
+    @classmethod
+    def from_saved(cls, saved: object) -> Self:
+        """What a checkpoint recorded of it."""
+        assert isinstance(saved, dict)
+        return cls(**saved)
+
+
+def train_step(
+    parts: TrainingParts, progress: Progress, observe: Callable[[float], None] | None = None
+) -> StepRow:
+    """One optimizer step; advances ``progress``.
+
+    Args:
+        parts: from ``lib.train.setup.build_training``.
+        progress: where the run stands.
+        observe: called with the loss scale once the gradients (times that scale) are complete,
+            before they are clipped.
+    """
+    started = time.perf_counter()
+    batch_size = parts.shape.schedule.at(progress.consumed_samples)
+    skipped_before, nan_before = progress.skipped, progress.nan
+    batches = parts.batches.take(progress.consumed_samples)
+    waited = time.perf_counter() - started
+    scale = parts.loss_scale.scale
+    loss, num_tokens = forward_backward(parts, batches)
+    if observe is not None:
+        observe(scale)
+    norm = clip_gradients(
+        parts.model.parameters.values(),
+        parts.config.optimizer.clip_grad,
+        parts.groups,
+        copies=parts.model.tied_copy_parameters(),
+        loss_scale=scale,
+    )
+    rate = parts.learning_rate.at(progress.consumed_samples, batch_size)
+    set_learning_rate(parts.optimizer, rate)
+    _update(parts, progress, loss, norm, is_empty=num_tokens == 0)
+    progress.iteration += 1
+    progress.consumed_samples += batch_size
+    if parts.device.type == "cuda":
+        torch.cuda.synchronize(parts.device)
+    seconds = time.perf_counter() - started
+    rates = parts.throughput.of(seconds, batch_size)
+    return StepRow(
+        step=progress.iteration,
+        loss=loss,
+        learning_rate=rate,
+        grad_norm=norm,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_samples * parts.config.training.seq_length,
+        global_batch_size=batch_size,
+        loss_scale=scale,
+        skipped=progress.skipped - skipped_before,
+        nan=progress.nan - nan_before,
+        step_ms=seconds * 1e3,
+        data_wait_ms=waited * 1e3,
+        tokens_per_second=rates.tokens_per_second,
+        samples_per_second=rates.samples_per_second,
+        tflops_per_gpu=rates.tflops_per_gpu,
+        mfu=rates.mfu,
+    )
+
+
+def forward_backward(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float, float]:
+    """Gradients of the mean token loss over the global batch, times the loss scale.
+
+    Returns:
+        The loss in nats per counted token and the number of counted tokens, the same on all ranks.
+    """
+    num_tokens = count_tokens(parts, batches)
+    pp, model = parts.groups.pp, parts.model
+    losses = run_plan(
+        stage_plan(pp.rank, pp.size, len(model.chunks), len(batches), trains=True),
+        lambda chunk, number, received: run_chunk(model.chunk(chunk), batches[number], received),
+        parts.links,
+        grad_scale=parts.loss_scale.scale / max(num_tokens, 1.0),
+        before_backward=lambda chunk, is_last: model.before_backward(chunk, is_last=is_last),
+    )
+    sum_tied_gradients(model, parts.config, parts.groups)
+    return sum_losses(parts, losses) / max(num_tokens, 1.0), num_tokens
+
+
+def sum_losses(parts: TrainingParts, losses: list[Tensor]) -> float:
+    """The sum over micro batches and data-parallel ranks, told to all pipeline stages."""
+    total = torch.zeros((), dtype=torch.float64, device=parts.device)
+    if losses:  # on the last stage only
+        total += torch.stack(losses).double().sum()
+    for group in (parts.groups.dp, parts.groups.pp):
+        total = all_reduce(total, group)
+    return total.item()
+
+
+def count_tokens(parts: TrainingParts, batches: list[MicroBatch]) -> float:
+    """Counted tokens of all ranks; over gloo, so that no GPU is waited for before a step."""
+    count = torch.tensor(float(sum(batch.num_tokens for batch in batches)), dtype=torch.float64)
+    return all_reduce(count, parts.groups.dp).item()
+
+
+def _update(
+    parts: TrainingParts, progress: Progress, loss: float, norm: float, *, is_empty: bool
+) -> None:
+    """Takes the step if its numbers are sound, else counts it as skipped; drops the gradients."""
+    is_finite = math.isfinite(loss) and math.isfinite(norm)
+    # A finite loss whose gradients overflow is the loss scale's doing; a loss that is not finite
+    # is the model's.
+    overflowed = parts.loss_scale.update(not math.isfinite(norm)) and math.isfinite(loss)
+    if is_finite and not is_empty:
+        parts.optimizer.step()
+        progress.nan_in_a_row = 0
+    else:
+        progress.skipped += 1
+    if not is_finite and not overflowed and not is_empty:
+        _count_bad_step(progress, loss, norm)
+    if parts.loss_scale.stop_advice is not None:
+        raise UserError(parts.loss_scale.stop_advice)
+    parts.optimizer.zero_grad(set_to_none=True)
+
+
+def _count_bad_step(progress: Progress, loss: float, norm: float) -> None:
+    progress.nan += 1
+    progress.nan_in_a_row += 1
+    if progress.nan_in_a_row >= MAX_CONSECUTIVE_NAN:
+        raise UserError(
+            f"{progress.nan_in_a_row} steps in a row up to step {progress.iteration + 1} gave no "
+            f"finite numbers (loss {loss}, gradient norm {norm}): the run has diverged. Lower "
+            "optimizer.lr, lengthen the warm-up or set optimizer.clip_grad (which is another run, "
+            "from step 0; the checkpoints of this one stay)"
+        )
