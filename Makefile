@@ -48,13 +48,14 @@ types: setup ## checks types
 	pyrefly check
 
 test: setup ## runs the tests that need no GPU
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadgroup -m "not gpu and not multi_gpu" \
+	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadgroup -m "not gpu and not multi_gpu and not layouts" \
 		--ignore tests/layouts
 	@# Alone: beside other work, up to 8 ranks wait for each other's turn at every collective.
 	OMP_NUM_THREADS=1 python -m pytest -m "not layouts" tests/layouts
 
-test-layouts: setup ## compares every layout of up to 8 processes with one (about half an hour)
+test-layouts: setup ## compares every layout of up to 8 processes with one (over half an hour)
 	python -m pytest -v tests/layouts
+	python -m pytest -v -m layouts --ignore tests/layouts
 
 test-gpu: setup ## runs the tests that need one or more GPUs
 	python -m pytest -m "gpu or multi_gpu"

@@ -19,6 +19,7 @@ as it is ahead of the device, receives begin while earlier work still runs, on a
 own that does not wait for it.
 """
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -80,6 +81,8 @@ class Links:
         """
         if self.channels is None:
             return
+        # torch warns of transfers that share a group one after another: here none do.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         ends = self.channels
         before = (self.stage - 1) % self.stages
         steps = {

@@ -159,7 +159,9 @@ def sharded_on_rank(layout):
         {"tensor": 1, "pipeline": 2, "data": 1},
         {"tensor": 2, "pipeline": 1, "data": 2},
         {"tensor": 1, "pipeline": 1, "data": 4, "data_shard": 2},
-        {"tensor": 2, "pipeline": 2, "data": 2, "data_shard": 1},
+        pytest.param(
+            {"tensor": 2, "pipeline": 2, "data": 2, "data_shard": 1}, marks=pytest.mark.layouts
+        ),
     ],
     ids=str,
 )

@@ -107,9 +107,11 @@ def test_a_scale_that_fits_gives_the_run_of_fp32(prefix):
     ("ranks", "layout"),
     [
         (2, {"parallel__data": 2}),
-        (2, {"parallel__tensor": 2}),
-        (2, {"parallel__tensor": 2, "parallel__sequence": True}),
-        (2, {"parallel__pipeline": 2}),
+        pytest.param(2, {"parallel__tensor": 2}, marks=pytest.mark.layouts),
+        pytest.param(
+            2, {"parallel__tensor": 2, "parallel__sequence": True}, marks=pytest.mark.layouts
+        ),
+        pytest.param(2, {"parallel__pipeline": 2}, marks=pytest.mark.layouts),
     ],
     ids=["data", "tensor", "sequence", "pipeline"],
 )

@@ -137,7 +137,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.layouts)])
 def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project, layout):
     """Random streams of each rank and the loss scale go on as they were."""
     use("processes", 2)
