@@ -12,6 +12,7 @@ from typing import Literal
 import click
 
 from lib.cli import stage_command
+from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
 from lib.config.params_file import read_params
 from lib.config.rules import broken_rules
@@ -76,6 +77,7 @@ def main(
             f"a small model of the same kind: {model.num_layers} layers of {model.hidden_size}, "
             f"{model.num_attention_heads} heads (--full-size takes the whole one)"
         )
+    _require_that_it_fits(run, layouts)
     differing = _compare(run, layouts, runtime, (steps, precision, device))
     if differing:
         raise UserError(f"differs from one process: {', '.join(differing)}")
@@ -93,6 +95,15 @@ def _own_layout(params: Params) -> ParallelConfig:
             "or data above 1, or give --up-to 4 to try all layouts of up to 4 processes"
         )
     return layout
+
+
+def _require_that_it_fits(run: Params, layouts: list[ParallelConfig]) -> None:
+    """Refuses a model or a batch that one of the layouts cannot divide, before ranks start."""
+    for layout in layouts:
+        sections = {"model": run.model, "parallel": layout, "training": run.training}
+        if problems := broken_rules(sections | {"vocab_size": VOCABULARY}):
+            raise InvalidParams(problems)
+        layout_for(replace(run, parallel=layout), processes_of(layout))
 
 
 def _compare(

@@ -288,6 +288,15 @@ def test_the_command_needs_something_to_compare(tmp_path):
     assert "model.num_attention_heads" in done.stderr
 
 
+def test_at_full_size_a_layout_that_does_not_fit_is_refused_before_ranks_start(tmp_path):
+    write_params(tmp_path)  # 16 samples in micro batches of 8: no step for three copies
+    done = run_command(tmp_path, "--full-size", "--up-to", "3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "training.global_batch_size = 16: must be divisible by" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def verdict(tmp_path, monkeypatch):
     """The command's exit status and output where training itself is played by a function."""
