@@ -1,19 +1,20 @@
 """Collectives with their gradients; here a group of one process makes each the identity.
 
-Tensor parallelism rests on two conjugate pairs (Megatron's mappings). The first joins activations
-that every rank holds whole, the second, under sequence parallelism, those cut along dimension 0:
+Tensor parallelism rests on conjugate pairs (Megatron's mappings): the first two lines for
+activations that every rank holds whole, the third for those cut along dimension 0 (sequence
+parallelism):
 
 | function | forward | backward |
 |---|---|---|
 | copy_to_group | identity | sum over the group |
 | reduce_from_group | sum over the group | identity |
-| gather_from_sequence | join the parts | sum, each rank keeps its part |
 | reduce_scatter_to_sequence | sum, each rank keeps its part | join the parts |
 
 A column-parallel layer enters through the first of a pair (each rank's gradient of the shared
 input is a partial sum), a row-parallel layer leaves through the second (each rank's output is a
-partial sum). In a group of one process every function here returns its input, so no caller
-branches.
+partial sum). The partner of the third line, which joins the parts, is in the column-parallel
+layer itself: its backward goes on beside a product (``lib.layers.linear``). In a group of one
+process every function here returns its input, so no caller branches.
 
 The raw collectives have no gradient. Those named ``start_`` return at once, so that work goes on
 beside them.
@@ -145,21 +146,6 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grads[0], None
 
 
-class _GatherFromSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        group: Group,
-    ) -> Tensor:
-        ctx.group = group
-        return gather_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return reduce_scatter_first_dim(grads[0], ctx.group), None
-
-
 class _ReduceScatterToSequence(torch.autograd.Function):
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
@@ -183,11 +169,6 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum over the group whose gradient passes unchanged. Any shape and dtype."""
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
-
-
-def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
-    """Joins the parts [S/T, ...] of all ranks to [S, ...]; its gradient is summed and cut."""
-    return x if group.size == 1 else _GatherFromSequence.apply(x, group)
 
 
 def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:

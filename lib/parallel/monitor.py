@@ -18,6 +18,8 @@ one that came first may sit in a wait that Python cannot end, so while any end i
 thread looks for its other one: it reports a mismatch (raised at the next call that is watched) and
 names a rank that is late in the same way as above.
 
+A rank may also keep the others waiting outside these calls: see ``lib.parallel.pulse``.
+
 The store does not grow. Whoever has all descriptions of call n of a group knows that all ranks
 have read those of n - 1, and deletes its own of n - 1; an end of a transfer is read by the other
 end alone, which deletes it.
@@ -30,12 +32,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lib.parallel.groups import Channel, Channels, Group, ParallelGroups
+from lib.parallel.pulse import start_pulse
 
 Report = Callable[[str], None]
 
@@ -70,6 +74,8 @@ def watch_groups(
     Every watched call raises ``CollectiveFault`` when ranks differ or one never comes.
     """
     board = _Board(store, report, slow_s, give_up_s)
+    if groups.world.size > 1:
+        start_pulse(board, groups.world.size)
     channels = groups.channels
     return replace(
         groups,
@@ -121,12 +127,11 @@ def _entry_of(text: bytes) -> _Entry:
     return _Entry(**fields | {"shape": tuple(fields["shape"])})
 
 
-def _place() -> str:
+def _place(frame: FrameType | None) -> str:
     """File and line of the nearest caller outside this folder and torch.
 
     On a GPU the backward pass runs in a thread that has no such caller: the nearest one then.
     """
-    frame = sys._getframe()
     nearest = ""
     while frame is not None:
         file = frame.f_code.co_filename
@@ -168,6 +173,9 @@ class _Board:
         self.slow_s = slow_s
         self.give_up_s = give_up_s
         self.rank = dist.get_rank()
+        self.calls = 0
+        self.is_in_call = False
+        self.open_transfers = 0
         self.fault: str | None = None
         self._told_not_finite: set[tuple[str, str, str]] = set()
 
@@ -175,6 +183,7 @@ class _Board:
         text = json.dumps(asdict(entry))
         self.store.set(key, text)
         self.store.set(f"last/{self.rank}", text)
+        self.calls += 1
 
     def has(self, key: str) -> bool:
         return self.store.check([key])
@@ -194,11 +203,23 @@ class _Board:
             f"where rank {entry.rank} has been for {waited:.0f} s"
         )
         for rank in ranks:
-            key = f"last/{rank}"
-            last = self.read(key) if self.has(key) else None
-            known = f"call {last.number} of {last.group} ({last})" if last else "none"
-            text += f"; last call of rank {rank}: {known}"
+            text += f"; last call of rank {rank}: {self.last_call(rank)}"
         return text
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for the other side of a call, who is named if late."""
+        return self.is_in_call or self.open_transfers > 0
+
+    def last_call(self, rank: int) -> str:
+        """The last call that a rank has made, of any group."""
+        key = f"last/{rank}"
+        last = self.read(key) if self.has(key) else None
+        return f"call {last.number} of {last.group} ({last})" if last else "none"
+
+    def place_of(self, frame: FrameType | None) -> str:
+        """Where a thread is, by its innermost frame."""
+        return _place(frame)
 
     def tell_not_finite(self, entries: list[_Entry], call: str) -> None:
         """Reports values that are not finite, once per place: overflow is legal in fp16."""
@@ -226,11 +247,13 @@ class _GroupWatch:
         board, number = self._board, self._number
         board.raise_fault()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        finite, where = _is_finite(tensor), _place()
+        finite, where = _is_finite(tensor), _place(sys._getframe())
         entry = _Entry(board.rank, self._name, number, call, shape, dtype, finite, where)
         board.post(self._key(number, board.rank), entry)
         self._number += 1
+        board.is_in_call = True
         self._wait_for_all(entry)
+        board.is_in_call = False
         entries = [board.read(self._key(number, rank)) for rank in self._ranks]
         if number > 0:
             board.store.delete_key(self._key(number - 1, board.rank))
@@ -320,6 +343,7 @@ class _Transfers:
                 self.board.fault = self.board.fault or _disagreement(pair)
             else:
                 self._note_time(transfer)
+        self.board.open_transfers = len(self._open)
 
     def _note_time(self, transfer: _Transfer) -> None:
         board, waited = self.board, time.monotonic() - transfer.since
@@ -346,7 +370,9 @@ class _ChannelWatch:
         board.raise_fault()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         finite = not self._sends or _is_finite(tensor)  # what is to be received is not there yet
-        entry = _Entry(board.rank, name, number, call, shape, dtype, finite, _place())
+        entry = _Entry(
+            board.rank, name, number, call, shape, dtype, finite, _place(sys._getframe())
+        )
         mine, other = ("sender", "receiver") if self._sends else ("receiver", "sender")
         board.post(f"{name}/{number}/{mine}", entry)
         self._number += 1

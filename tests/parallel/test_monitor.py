@@ -16,8 +16,8 @@ from lib.parallel.collectives import (
     all_reduce,
     copy_to_group,
     gather_first_dim,
-    gather_from_sequence,
     reduce_scatter_first_dim,
+    reduce_scatter_to_sequence,
 )
 from lib.parallel.mesh import build_mesh, groups_of
 from lib.parallel.monitor import CollectiveFault, watch_groups
@@ -102,8 +102,8 @@ def collectives_of(groups):
         gather_first_dim(x.detach(), groups.tp),
         reduce_scatter_first_dim(x.detach(), groups.tp),
     ]
-    y = gather_from_sequence(copy_to_group(x, groups.tp), groups.tp)
-    (y * torch.arange(16.0).view(8, 2)).sum().backward()
+    y = reduce_scatter_to_sequence(copy_to_group(x, groups.tp), groups.tp)
+    (y * torch.arange(4.0).view(2, 2)).sum().backward()
     return [*found, y.detach(), x.grad]
 
 
@@ -121,8 +121,8 @@ def all_well_on_rank():
 def test_all_well_gives_the_same_results_and_a_store_that_does_not_grow():
     for keys, reports, _ in run_on_ranks(4, all_well_on_rank):
         assert set(keys) == {keys[0]}
-        # Of each rank the last call of tp, dp and world, the last one of any, and the test's own.
-        assert keys[0] == 4 * 5
+        # Of each rank the last call of tp, dp, world, the last of any, its pulse, the test's own.
+        assert keys[0] == 4 * 6
         assert reports == []
 
 

@@ -48,9 +48,15 @@ def _messages(action, stage, stages, last):
     return needs, gives
 
 
-@pytest.mark.parametrize("stages", range(2, 9))
-@pytest.mark.parametrize("chunks", range(1, 5))
 @pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    ("stages", "chunks"),
+    [
+        pytest.param(stages, chunks, marks=pytest.mark.layouts if stages * chunks > 8 else [])
+        for stages in range(2, 9)
+        for chunks in range(1, 5)
+    ],
+)
 def test_no_stage_waits_for_ever_even_if_nothing_overlaps(stages, chunks, trains):
     for count in range(1, 25):
         plans = [stage_plan(r, stages, chunks, count, trains=trains) for r in range(stages)]
