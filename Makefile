@@ -18,8 +18,8 @@ GUARD := python -c 'import os, sys; from lib.cli import die_with_parent as guard
 PYTHONS := $(PYTHON) python3.12 python3.11 python3 python
 SUITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup repro check smoke lint types test test-layouts test-gpu bench plots unlock \
-	clean clean-state lock preset dvc-settings
+.PHONY: help setup repro check smoke lint types test test-layouts test-gpu torture bench plots \
+	unlock clean clean-state lock preset dvc-settings
 
 help: ## lists the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -60,8 +60,13 @@ test-layouts: setup ## compares every layout of up to 8 processes with one (over
 test-gpu: setup ## runs the tests that need one or more GPUs
 	python -m pytest -m "gpu or multi_gpu"
 
-bench: setup ## measures how fast this machine tokenises and trains
+KILLS := 100
+torture: setup ## kills a training KILLS=100 times at random, spoils its disk; compares the end
+	@exec $(GUARD) python -m stages.torture_run --kills $(KILLS) --faults
+
+bench: setup ## measures how fast this machine tokenises, trains, saves and loads
 	@python -m stages.measure_speed
+	@python -m stages.measure_checkpoint
 
 plots: setup ## draws results/ as dvc_plots/index.html, which needs no network
 	@python -m stages.render_plots

@@ -92,10 +92,14 @@ def read_figures() -> list[tuple[str, str]]:
     ]
     if "syntax_share" in evaluated.values:
         rows.append(("samples that parse", evaluated.show("syntax_share", ".0%")))
+    export = "none (export.format)"
+    if Path("model_hf/config.json").is_file():
+        export = "model_hf/ (for Hugging Face's transformers and what reads the same files)"
     return [
         *rows,
         ("speed", train.show("tokens_per_second", ",.0f", " tokens/s at the last step")),
         ("model", "model/ (weights, configuration, tokenizer, record, log)"),
+        ("export", export),
         ("samples", "results/samples.md"),
         ("checkpoints", "state/ (kept for longer runs; `make clean-state` removes old ones)"),
     ]

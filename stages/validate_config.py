@@ -14,6 +14,7 @@ from lib.atomic import write_text_atomically
 from lib.cli import stage_command
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_rules import TOKENIZER_INFO, TOKENS_MANIFEST, TokenizerFacts
+from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
 from lib.config.launch_plan import process_count
 from lib.config.operation import CONFIG_SECTIONS, LaunchConfig
 from lib.config.params_file import (
@@ -22,17 +23,20 @@ from lib.config.params_file import (
     in_file_order,
     read_params,
 )
+from lib.config.project import original_path
 from lib.config.rules import broken_rules
-from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve
+from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve, resolve_model
 from lib.config.schema import TrainingSection
 from lib.console import say, table, warn
 from lib.data.indexed_dataset import IndexedDataset
 from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
 from lib.data.splits import describe_splits
 from lib.data.tokens_manifest import TokensManifest
-from lib.errors import InvalidParams, UserError
+from lib.data.vocabulary import common_beginning
+from lib.errors import InvalidParams, Problem, UserError
 from lib.train.hardware import cuda_device_names
 
+TOKENIZER_FILE = "data/tokenizer/tokenizer.json"
 ALL_SECTIONS = {
     "corpus": CorpusOptions,
     "tokenizer": TokenizerOptions,
@@ -61,6 +65,7 @@ def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
     Reads   params.yaml (all sections)
             data/tokens/manifest.json and the .idx beside it
             data/tokenizer/tokenizer_info.json
+            the record of the folder that training.initial_weights names
     Writes  outputs/run_config.json
     """  # noqa: D301  (click wants the character, not the two that r"..." would give)
     try:
@@ -125,23 +130,72 @@ def validate(params_file: ParamsFile) -> RunConfig:
     except UserError:
         check_schema(params_file)  # a mistake in the parameters comes before missing data
         raise
-    _check(params_file, {"data": facts, "tokenizer_facts": tokenizer_facts})
-    return resolve(Params.from_file(params_file), facts)
+    known = _check(params_file, {"data": facts, "tokenizer_facts": tokenizer_facts})
+    params = Params.from_file(params_file)
+    weights, kept = known.get("weights"), known.get("kept_tokens")
+    if not isinstance(weights, GivenWeights) or not isinstance(kept, int):
+        return resolve(params, facts)
+    model = resolve_model(params.model, training.seq_length)
+    return resolve(params, facts, weights.initial(model, facts.vocab_size, kept))
 
 
-def _check(params_file: ParamsFile, facts: dict[str, DataFacts | TokenizerFacts]) -> None:
+def _check(
+    params_file: ParamsFile, facts: dict[str, DataFacts | TokenizerFacts]
+) -> dict[str, object]:
+    """Gives what the rules compared, which is all sound."""
     sections, problems = check_params_sections(params_file, ALL_SECTIONS)
     known: dict[str, object] = {**sections, **facts}
+    training = sections.get("training")
+    if isinstance(training, TrainingSection) and training.initial_weights is not None:
+        try:
+            known |= read_given_weights(training.initial_weights, facts.get("tokenizer_facts"))
+        except UserError as error:
+            name, remedy = "training.initial_weights", "or write null to start from random weights"
+            problems.append(Problem(name, training.initial_weights, str(error), remedy))
     tokenizer, data = sections.get("tokenizer"), facts.get("data")
     if isinstance(data, DataFacts):
         known["vocab_size"] = data.vocab_size
     elif isinstance(tokenizer, TokenizerOptions) and tokenizer.kind == "train_bpe":
         known["vocab_size"] = tokenizer.vocab_size
-    for problem in broken_rules(known):
-        where = problem.where or params_file.where(*problem.field.split("."))
-        problems.append(replace(problem, where=where))
+    problems = [
+        replace(each, where=each.where or params_file.where(*each.field.split(".")))
+        for each in (*problems, *broken_rules(known))
+    ]
     if problems:
         raise InvalidParams(in_file_order(problems))
+    return known
+
+
+def read_given_weights(
+    initial_weights: str, tokenizer_facts: DataFacts | TokenizerFacts | None
+) -> dict[str, object]:
+    """What the rules know of the weights to start from, and of the tokens that they know.
+
+    Raises:
+        UserError: the folder is missing or damaged.
+    """
+    weights = GivenWeights.read(initial_weights)
+    if not isinstance(tokenizer_facts, TokenizerFacts):
+        return {"weights": weights}
+    return {"weights": weights, "kept_tokens": count_kept_tokens(weights, tokenizer_facts)}
+
+
+def count_kept_tokens(weights: GivenWeights, tokenizer_facts: TokenizerFacts) -> int:
+    """How many token ids, from 0 on, mean in data/tokenizer what they mean to the weights."""
+    record, wanted = weights.record, tokenizer_facts.vocab_size
+    if record.tokenizer_fingerprint == tokenizer_facts.fingerprint:
+        return min(record.vocab_size, wanted)
+    if record.tokenizer_fingerprint is None:
+        if record.vocab_size == wanted:
+            warn(
+                f"the source of {weights.folder} had no tokenizer.json: its token ids are taken to "
+                f"mean what they mean in data/tokenizer, since both have {wanted}"
+            )
+        return wanted if record.vocab_size == wanted else 0
+    theirs = original_path(weights.folder) / WEIGHTS_TOKENIZER
+    if WEIGHTS_TOKENIZER not in record.files or record.vocab_size > wanted:
+        return 0
+    return common_beginning(theirs, Path(TOKENIZER_FILE), record.vocab_size)
 
 
 def read_data_facts(training: TrainingSection) -> DataFacts:
@@ -217,6 +271,9 @@ def summarise(run_config: RunConfig) -> None:
         ("epochs", _describe_epochs(derived.epochs)),
         *_describe_course(run_config),
     ]
+    if run_config.initial.folder is not None:
+        new = ", ".join(run_config.initial.new_parts) or "nothing"
+        rows.append(("initial weights", f"{run_config.initial.folder}; new and random: {new}"))
     for name, split in run_config.data.splits.items():
         first, end = split.documents
         text = f"{end - first:,} documents, {split.tokens:,} tokens, {split.samples:,} samples"

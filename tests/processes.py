@@ -29,7 +29,7 @@ def by_role(family: list[psutil.Process]) -> dict[str, psutil.Process]:
         command = " ".join(process.cmdline())
         if command.startswith("make "):
             role = "make"
-        elif "torch.distributed.run" in command:
+        elif "lib.train.agent" in command:
             role = "torchrun"
         elif "dvc repro" in command:
             role = "dvc"

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.train.test_pretrain
+from tests.conftest import starts_ranks
 from tests.distributed import run_on_ranks
 
 
@@ -58,6 +60,14 @@ def test_a_death_is_named():
 
 
 def test_a_hang_ends_and_says_where():
+    run_on_ranks(2, sum_of_ranks, 1)  # started by now, so that the second is not spent on starting
     with pytest.raises(AssertionError, match="rank 0 of 2 did not finish within 1 s") as caught:
         run_on_ranks(2, hang_on_rank, 0, timeout=1)
     assert "in hang_on_rank" in str(caught.value)
+
+
+def test_all_tests_with_ranks_are_in_one_worker(request):
+    """pytest-xdist tells by the end of the name where a test may run, and says nothing if not."""
+    if "PYTEST_XDIST_WORKER" in os.environ and request.config.getoption("loadgroup"):
+        assert request.node.nodeid.endswith("@ranks")
+    assert starts_ranks(tests.train.test_pretrain, set())

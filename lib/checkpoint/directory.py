@@ -1,4 +1,4 @@
-"""The folders of one state directory: names, order, completeness, rotation. Knows no tensors.
+"""The folders of one state directory: names, order, completeness. Knows no tensors.
 
 ::
 
@@ -70,12 +70,15 @@ def read_pointer(directory: Path) -> int | None:
     """The iteration that the pointer file names, or None where there is no such file.
 
     Raises:
-        Damaged: the file holds something other than one iteration number.
+        Damaged: the file cannot be read, or holds something other than one iteration number.
     """
     path = directory / POINTER
     if not path.exists():
         return None
-    text = path.read_bytes()[:64].decode("ascii", "replace").strip()
+    try:
+        text = path.read_bytes()[:64].decode("ascii", "replace").strip()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
     if not re.fullmatch(r"[0-9]+", text):
         raise Damaged(f"{path} says {text!r}, not an iteration")
     return int(text)
@@ -119,7 +122,10 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} is not a manifest") from error
-    present = {path.name: path.stat().st_size for path in folder.iterdir()}
+    try:
+        present = {path.name: path.stat().st_size for path in folder.iterdir()}
+    except OSError as error:
+        raise Damaged(f"{Path(error.filename).name} cannot be read: {error.strerror}") from error
     for name, file in files.items():
         if name not in present:
             raise Damaged(f"{name} is missing")
@@ -128,15 +134,6 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if unknown := sorted(set(present) - set(files) - {MANIFEST}):
         raise Damaged(f"{unknown[0]} does not belong to it")
     return files
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a checkpoint has all its files in their right sizes. Does not hash them."""
-    try:
-        read_manifest(folder)
-    except Damaged:
-        return False
-    return True
 
 
 def read_scalars(folder: Path) -> dict[str, object]:
@@ -198,22 +195,3 @@ def kept_iterations(complete: Sequence[int], keep_last: int, keep_every: int | N
     if keep_every:
         kept |= {iteration for iteration in complete if iteration % keep_every == 0}
     return kept
-
-
-def rotate(directory: Path, iteration: int, keep_last: int, keep_every: int | None) -> list[int]:
-    """Removes checkpoints that are no longer wanted once that of ``iteration`` is complete.
-
-    Only complete checkpoints count, so a damaged one never pushes out a good one. Checkpoints
-    after ``iteration`` stay: a run made shorter by mistake must not cost the longer one's work.
-
-    Returns:
-        The iterations whose checkpoints were removed.
-    """
-    past = [number for number in iterations(directory) if number <= iteration]
-    complete = [number for number in past if is_complete(iteration_path(directory, number))]
-    assert iteration in complete
-    kept = kept_iterations(complete, keep_last, keep_every)
-    removed = [number for number in past if number not in kept]
-    for number in removed:
-        remove(iteration_path(directory, number))
-    return removed

@@ -38,6 +38,8 @@ TRAJECTORY = frozenset(
         "data.documents",
         "data.tokens",
         "data.splits",
+        "initial.sha256",
+        "initial.new_parts",
     }
 )
 NOT_TRAJECTORY = frozenset(
@@ -51,6 +53,7 @@ NOT_TRAJECTORY = frozenset(
         "training.eval_iters",
         "data.prefix",
         "derived",
+        "initial.folder",
     }
 )
 # Fields that a decay form or a number type does not read: were they kept, a constant rate could
@@ -93,9 +96,13 @@ def _unread(run_config: RunConfig) -> set[str]:
         of_precision = _OF_DYNAMIC_LOSS_SCALE | {"loss_scale"}
     elif run_config.precision.loss_scale is not None:
         of_precision = _OF_DYNAMIC_LOSS_SCALE
-    return {f"schedule.{name}" for name in of_schedule} | {
-        f"precision.{name}" for name in of_precision
-    }
+    # A run from random weights is the run that it was before there were others.
+    of_initial = {name for name, value in run_config.initial.model_dump().items() if not value}
+    return (
+        {f"schedule.{name}" for name in of_schedule}
+        | {f"precision.{name}" for name in of_precision}
+        | {f"initial.{name}" for name in of_initial}
+    )
 
 
 def is_trajectory(name: str) -> bool:

@@ -56,7 +56,13 @@ class History:
     def _read(self) -> list[Row]:
         if not self.path.exists():
             return []
-        *lines, _unfinished = self.path.read_bytes().split(b"\n")
+        try:
+            *lines, _unfinished = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be read: {error.strerror}; restore the file, or remove it "
+                "(results/train.csv will begin at the present step)"
+            ) from error
         rows = []
         for number, line in enumerate(lines, start=1):
             row = _parse(line)

@@ -1,11 +1,12 @@
-"""Names and shapes to and from Hugging Face: GPT-2 and Llama. Pure mapping, no transformers.
+"""Names and shapes to and from Hugging Face: GPT-2, Llama, Qwen2 and Qwen3. Pure mapping.
 
 One table serves both ways. Each line says which of our tensors, stacked along their rows, make one
 of theirs, and whether theirs is transposed (GPT-2's Conv1D stores [inputs, outputs]):
 
     GPT-2   h.N.attn.c_attn [H, 3H]           = (q; k; v)^T
             h.N.attn.c_proj, mlp.c_*          = ours^T
-    Llama   layers.N.self_attn.{q,k,v,o}_proj = ours; heads in the same order, rotate-half alike
+    others  layers.N.self_attn.{q,k,v,o}_proj = ours; heads in the same order, rotate-half alike
+            layers.N.self_attn.{q,k}_norm     = ours (Qwen3)
             layers.N.mlp.{gate,up,down}_proj  = ours
 
 Vocabulary padding rows are ours alone: cut on the way out, absent on the way in. What the other
@@ -13,14 +14,15 @@ side cannot express is refused by the name of the field, never dropped.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lib.checkpoint.huggingface_config import config_from_fields, fields_from_config
-from lib.checkpoint.shapes import parameter_shapes
+from lib.checkpoint.shapes import Shape, parameter_shapes
+from lib.config.export_rules import family_of
 from lib.config.schema import ModelConfig
 from lib.errors import UserError
 
@@ -59,6 +61,38 @@ def to_huggingface(
         UserError: the configuration or the tensors cannot be expressed there.
     """
     config = config_from_fields(model, vocab_size)
+    state = dict(huggingface_tensors(tensors, model, vocab_size))
+    if model.tie_embeddings:
+        state["lm_head.weight"] = state[_table(model)[0].theirs]
+    return state, config
+
+
+def huggingface_shapes(model: ModelConfig, vocab_size: int) -> dict[str, Shape]:
+    """The shape of each tensor of theirs, in the order of ``huggingface_tensors``."""
+    ours = parameter_shapes(model, vocab_size)
+    shapes: dict[str, Shape] = {}
+    for line in _table(model):
+        shape = (sum(ours[name][0] for name in line.ours), *ours[line.ours[0]][1:])
+        shapes[line.theirs] = shape[::-1] if line.transposed else shape
+    return shapes
+
+
+def huggingface_tensors(
+    tensors: Mapping[str, Tensor], model: ModelConfig, vocab_size: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Our parameters under their names, one at a time, so that no second copy of all is made.
+
+    Args:
+        tensors: as for ``to_huggingface``.
+        model: a model that Hugging Face can express.
+        vocab_size: number of real token ids.
+
+    Yields:
+        Name and tensor; with tied embeddings no ``lm_head.weight``, as files leave it out.
+
+    Raises:
+        UserError: these are not the tensors of the model.
+    """
     cut = {
         name: tensor[:vocab_size] if name in _VOCABULARY else tensor
         for name, tensor in tensors.items()
@@ -69,13 +103,10 @@ def to_huggingface(
         rows = tensors[name].shape[0] if name in tensors else vocab_size
         if rows not in (vocab_size, vocab_size + padding):
             raise UserError(f"{name} has {rows} rows for a vocabulary of {vocab_size}")
-    state: dict[str, Tensor] = {}
     for line in _table(model):
-        tensor = torch.cat([cut[name] for name in line.ours])
-        state[line.theirs] = tensor.t().contiguous() if line.transposed else tensor
-    if model.tie_embeddings:
-        state["lm_head.weight"] = state[_table(model)[0].theirs]
-    return state, config
+        parts = [cut[name] for name in line.ours]
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+        yield line.theirs, tensor.t().contiguous() if line.transposed else tensor
 
 
 def from_huggingface(
@@ -117,7 +148,7 @@ def from_huggingface(
 
 def _weights_only(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The state dict without buffers, and without the second copy of tied embeddings."""
-    prefix = "transformer." if _is_gpt2(model) else "model."
+    prefix = "transformer." if family_of(model) == "gpt2" else "model."
     bare = not any(name.startswith(prefix) for name in state)
     named = {
         f"{prefix}{name}" if bare and name != "lm_head.weight" else name: tensor
@@ -134,13 +165,9 @@ def _weights_only(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, 
     return remaining
 
 
-def _is_gpt2(model: ModelConfig) -> bool:
-    return model.position_embedding == "learned"
-
-
 def _table(model: ModelConfig) -> list[_Line]:
     """All lines of a model, the embedding first."""
-    gpt2 = _is_gpt2(model)
+    gpt2 = family_of(model) == "gpt2"
     top = "transformer." if gpt2 else "model."
     lines = [_Line(f"{top}{'wte' if gpt2 else 'embed_tokens'}.weight", _VOCABULARY[:1])]
     if gpt2:
@@ -150,7 +177,7 @@ def _table(model: ModelConfig) -> list[_Line]:
         if gpt2:
             lines += _gpt2_layer(f"{top}h.{number}.", ours)
         else:
-            lines += _llama_layer(f"{top}layers.{number}.", ours, bias=model.bias)
+            lines += _rope_layer(f"{top}layers.{number}.", ours, model)
     lines += _affine(f"{top}{'ln_f' if gpt2 else 'norm'}", "final_layernorm", bias=gpt2)
     if not model.tie_embeddings:
         lines.append(_Line("lm_head.weight", _VOCABULARY[1:]))
@@ -182,20 +209,25 @@ def _gpt2_layer(theirs: str, ours: str) -> list[_Line]:
     ]
 
 
-def _llama_layer(theirs: str, ours: str, *, bias: bool) -> list[_Line]:
-    linears = {
-        "self_attn.q_proj": "self_attention.linear_qkv.q",
-        "self_attn.k_proj": "self_attention.linear_qkv.k",
-        "self_attn.v_proj": "self_attention.linear_qkv.v",
-        "self_attn.o_proj": "self_attention.linear_proj",
-        "mlp.gate_proj": "mlp.linear_fc1.gate",
-        "mlp.up_proj": "mlp.linear_fc1.up",
-        "mlp.down_proj": "mlp.linear_fc2",
-    }
+def _rope_layer(theirs: str, ours: str, model: ModelConfig) -> list[_Line]:
     lines = _affine(f"{theirs}input_layernorm", f"{ours}input_layernorm", bias=False)
     lines += _affine(f"{theirs}post_attention_layernorm", f"{ours}pre_mlp_layernorm", bias=False)
+    attention, self_attention = f"{theirs}self_attn", f"{ours}self_attention"
+    for part in "qkv":
+        weight = f"{self_attention}.linear_qkv.{part}"
+        lines += _affine(f"{attention}.{part}_proj", weight, bias=model.qkv_bias)
+    lines += _affine(f"{attention}.o_proj", f"{self_attention}.linear_proj", bias=model.bias)
+    for part in "qk" if model.qk_norm else "":
+        lines += _affine(
+            f"{attention}.{part}_norm", f"{self_attention}.{part}_layernorm", bias=False
+        )
+    linears = {
+        "gate_proj": "linear_fc1.gate",
+        "up_proj": "linear_fc1.up",
+        "down_proj": "linear_fc2",
+    }
     for their_name, our_name in linears.items():
-        lines += _affine(f"{theirs}{their_name}", f"{ours}{our_name}", bias=bias)
+        lines += _affine(f"{theirs}mlp.{their_name}", f"{ours}mlp.{our_name}", bias=model.bias)
     return lines
 
 

@@ -1,13 +1,13 @@
-"""Reading `torch.distributed.checkpoint`'s ``.metadata`` without trusting it.
+"""Reading `torch.distributed.checkpoint`'s files without trusting them.
 
-The file is a pickle, and unpickling calls whatever the file names: a checkpoint received from
-somebody else could run code. It is read here by an unpickler that admits the few classes which
-describe tensors and refuses all else. Byte entries (pickles inside the data files) are refused as
-well: this project stores tensors only, scalars are JSON.
+``.metadata`` is a pickle, and unpickling calls whatever the file names: a checkpoint received from
+somebody else could run code. It is never unpickled, see `metadata_pickle`. Byte entries (pickles
+inside the data files) are refused as well: this project stores tensors only, scalars are JSON. The
+tensors themselves torch reads with ``weights_only=True``, which admits nothing but tensors.
 """
 
 import io
-import pickle
+import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint import (
     ReadItem,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from lib.checkpoint.directory import Damaged
+from lib.checkpoint.metadata_pickle import Refused, read_description
 from lib.errors import UserError
 
 METADATA = ".metadata"
@@ -30,48 +32,21 @@ METADATA = ".metadata"
 # error when a checkpoint holds more of them than were asked for.
 RANK_PREFIX = "random."
 _DATA_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_ADMITTED = frozenset(
-    {
-        ("torch.distributed.checkpoint.metadata", "Metadata"),
-        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("collections", "OrderedDict"),
-    }
-)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Resolves the names of tensor descriptions and of dtypes, nothing else."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> object:
-        """Gives the named class, or refuses."""
-        if (module_name, global_name) in _ADMITTED:
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        raise Damaged(f"{METADATA} asks for {module_name}.{global_name}, which is not allowed")
+_NAME = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class SafeReader(FileSystemReader):
     """A `FileSystemReader` that never runs what the checkpoint names."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
+        """Reads from a folder; ``metadata``, where it was read before, is not read again."""
         super().__init__(path)
         self._folder = path
+        self._metadata = metadata
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Reads ``.metadata``; the arguments of newer releases (a rank) are not needed here."""
-        metadata = read_metadata(self._folder)
+        metadata = self._metadata or read_metadata(self._folder)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -95,23 +70,53 @@ def read_metadata(folder: Path) -> Metadata:
         Damaged: it is no such description, or asks for more than tensors in files beside it.
     """
     try:
-        # S301 is about trusting pickles; this one resolves no name outside the list above.
-        metadata = _MetadataUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+        metadata = read_description((folder / METADATA).read_bytes())
+        if not isinstance(metadata, Metadata):
+            raise Damaged(f"{METADATA} does not describe a checkpoint")
+        _require_tensors_only(metadata)
     except Damaged:
         raise
+    except Refused as refusal:
+        raise Damaged(f"{METADATA} {refusal}") from None
     except OSError as error:
         raise Damaged(f"{METADATA} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises almost anything
-        raise Damaged(f"{METADATA} is damaged: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise Damaged(f"{METADATA} is damaged: {' '.join(ascii(error).split())}") from error
+    return metadata
+
+
+def _require_tensors_only(metadata: Metadata) -> None:
+    """Refuses a description that holds other things, or tensors that are not there in whole."""
+    if not isinstance(metadata.storage_meta, StorageMeta | None):
         raise Damaged(f"{METADATA} does not describe a checkpoint")
+    for name in metadata.state_dict_metadata:
+        if not _NAME.fullmatch(name):
+            raise Damaged(f"{METADATA} has a tensor with the name {name!a}")
+    for index, place in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex):
+            raise Damaged(f"{METADATA} does not say which tensor lies where")
+        if not _DATA_FILE.fullmatch(place.relative_path):
+            raise Damaged(f"{METADATA} points to {place.relative_path!a}")
+        if min(place.offset, place.length) < 0 or place.transform_descriptors is not None:
+            raise Damaged(f"{METADATA} has {index.fqn!a} in a place that cannot be read")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise Damaged(f"{METADATA} holds {name}, which is not a tensor")
-    for place in metadata.storage_data.values():
-        if not _DATA_FILE.fullmatch(place.relative_path):
-            raise Damaged(f"{METADATA} points to {place.relative_path}")
-    return metadata
+        _require_whole(name, entry, metadata)
+
+
+def _require_whole(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> None:
+    """A gap would leave in the tensor whatever was there before."""
+    stored = 0
+    for chunk in entry.chunks:
+        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for end, size in zip(ends, entry.size, strict=True)):
+            raise Damaged(f"{METADATA} has a piece of {name} that lies outside it")
+        if MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+            raise Damaged(f"{METADATA} does not say where {name} is")
+        stored += math.prod(chunk.sizes)
+    if stored != math.prod(entry.size) or not isinstance(entry.properties.dtype, torch.dtype):
+        raise Damaged(f"{METADATA} does not have all of {name}")
 
 
 def disagreements(

@@ -9,6 +9,7 @@
     layout               the layout that trained it last
     fresh                whether launch.fresh began it: an interrupted fresh run, run again with
                          the key still set, continues and does not start over for ever
+    sha256               of all the others, so that a damaged file is never believed
 
 | state      | code    | `open_state` does                                                  |
 |------------|---------|--------------------------------------------------------------------|
@@ -23,9 +24,10 @@ Starting again keeps the old state aside, as ``<fingerprint>.superseded-<n>``. N
 torch; rank 0 calls it while it holds the `lock` of the directory.
 """
 
+import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -40,7 +42,7 @@ from lib.console import say, warn
 from lib.errors import UserError
 
 RECORD = "state.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def open_state(
 
 
 def _open(path: Path, new: StateRecord, policy: ResumePolicy) -> StateDirectory:
-    old = _read(path)
+    old = read_record(path)
     if old is None:
         leftovers = _contents(path)
         if leftovers:  # killed while it was being put aside, or state.json was removed
@@ -210,27 +212,40 @@ def _put_aside(path: Path, contents: Sequence[Path]) -> Path:
     return aside
 
 
-def _read(path: Path) -> StateRecord | None:
+def read_record(path: Path) -> StateRecord | None:
+    """What a state directory's state.json holds; None where there is none.
+
+    Raises:
+        UserError: it is damaged, or another version's.
+    """
     file = path / RECORD
     if not file.exists():
         return None
+    remedy = f"restore it, or move {path} away to start again"
     try:
         values = json.loads(file.read_bytes())
-        found = values["format"]
-        if found == FORMAT:
-            return StateRecord(**values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error}); restore it, or move {path} away to start again"
-        ) from error
-    raise UserError(
-        f"{file} has format {found}, this version reads {FORMAT}; move {path} away to start again"
-    )
+        found, sha256 = values["format"], values.pop("sha256", None)
+        if found != FORMAT:
+            raise UserError(f"{file} has format {found}, this version reads {FORMAT}; {remedy}")
+        if sha256 != _sha256_of(values):
+            raise UserError(f"{file} is damaged: it does not fit its own sha256; {remedy}")
+        return StateRecord(**values)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {remedy}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); {remedy}") from error
 
 
 def _write(path: Path, record: StateRecord) -> None:
-    text = json.dumps(asdict(record), indent=2, sort_keys=True) + "\n"
+    values = asdict(record)
+    text = json.dumps({**values, "sha256": _sha256_of(values)}, indent=2, sort_keys=True) + "\n"
     try:
         write_text_atomically(path / RECORD, text)
     except OSError as error:
         raise UserError(f"{path / RECORD} cannot be written: {error.strerror}") from error
+
+
+def _sha256_of(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

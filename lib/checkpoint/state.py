@@ -8,8 +8,28 @@
 
 NAME is the model's global parameter name, the same in every layout; a sharded parameter is a
 DTensor and its moments are sharded alike. The tensors given here share memory with the model and
-the optimizer, so saving copies nothing and loading is in place. AdamW's step count is one number
-and goes among the scalars; rates and decay come from the configuration, never from a checkpoint.
+the optimizer: loading is in place, and a save in the background copies them first
+(``lib.checkpoint.background``).
+
+Everything else is JSON, in the checkpoint's ``state.json`` under ``scalars``; a training run
+(``lib.train.run_state``) writes:
+
+    progress         iteration, consumed samples, skipped and bad steps (``lib.train.step``)
+    data             consumed_samples, the whole state of the data order; segment, 0 while a run
+                     has one order of data
+    tokens_seen      consumed samples times the sequence length
+    metrics          rows: rows of history.jsonl up to this iteration, one a kind and iteration
+    optimizer_step   AdamW's step count; rates and decay come from the configuration, never from a
+                     checkpoint
+    loss_scale       the scale and its counters
+    random_streams   the rank grid and device on which the random tensors can be continued
+    arithmetic       layout and choices that change the last digits of a step, measured ones
+                     (attention) included; a resume says which differ
+    run_config       the whole run configuration
+    versions         of Python and of each installed package
+    git_commit       of the project; null outside git
+
+A resume compares consumed samples, tokens and rows with the history and says where they differ.
 """
 
 from collections.abc import Iterable, Mapping

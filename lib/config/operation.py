@@ -66,6 +66,20 @@ class EvaluateConfig(Section):
     """Report the share of generated texts that parse as this language; null reports none."""
 
 
+class ExportConfig(Section):
+    """The section ``export``: the finished model for programs other than this one."""
+
+    format: Literal["huggingface", "none"] = "huggingface"
+    """``huggingface`` writes what transformers loads, and refuses before training a model that
+    it has no class for; ``none`` writes a note."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number type of the weights. fp32 is exact; the others halve the files and round."""
+
+    max_shard_gigabytes: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+    """Largest file of weights, in GB (10^9 bytes); larger models are split. 5 as usual there."""
+
+
 class LaunchConfig(Section):
     """The section ``launch``: the processes of a training run. No stage reruns when it changes."""
 
@@ -131,6 +145,10 @@ class RuntimeConfig(Section):
     prefetch: int = Field(default=2, ge=0)
     """Batches read ahead while the model computes; 0 reads when needed."""
 
+    background_save: bool = True
+    """Write checkpoints while training goes on. Takes host memory for a copy of the state (12
+    bytes a parameter); where there is less, training waits for each save."""
+
     attention: Literal["auto", "sdpa", "reference"] = "auto"
     """Attention code: ``sdpa`` is torch's fused one, ``reference`` the plain formula (slow, for
     comparison), ``auto`` the fastest that this machine has."""
@@ -162,6 +180,7 @@ CONFIG_SECTIONS: dict[str, type[BaseModel]] = {
     "training": TrainingSection,
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
+    "export": ExportConfig,
     "launch": LaunchConfig,
     "runtime": RuntimeConfig,
 }

@@ -22,6 +22,11 @@ def state_root() -> Path:
     return Path(chosen) if chosen else Path(os.environ.get("DVC_ROOT", ".")) / "state"
 
 
+def original_path(path: str) -> Path:
+    """A file that no stage makes: DVC's temporary experiments have no copy of it either."""
+    return Path(os.environ.get("DVC_ROOT", ".")) / path
+
+
 def declared_code(workflow: Path) -> dict[str, tuple[Path, ...]]:
     """For each stage the dependencies that are code: files and folders, as declared.
 

@@ -1,10 +1,11 @@
 """Rules across fields and sections of params.yaml: one rule, one function.
 
-Rules on the layout, on batches and on the data have files of their own beside this one. A rule
-takes the sections that it compares, by name: ``model``, ``training``, ..., and of the data
-``data`` (the tokenised corpus), ``tokenizer_facts`` and ``vocab_size``. It yields what is wrong,
-with the nearest legal values. ``broken_rules`` runs them all, so that a person sees every problem
-at once; a rule is left out where a section that it needs is broken in itself or not there yet.
+Rules on the layout, on batches, on the data and on the export have files of their own beside this
+one. A rule takes the sections that it compares, by name: ``model``, ``training``, ..., and of the
+data ``data`` (the tokenised corpus), ``tokenizer_facts`` and ``vocab_size``. It yields what is
+wrong, with the nearest legal values. ``broken_rules`` runs them all, so that a person sees every
+problem at once; a rule is left out where a section that it needs is broken in itself or not there
+yet.
 
 Nothing is ever rounded to fit: a batch that does not divide is refused, not shrunk.
 """
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lib.config.batch_rules import BATCH_RULES
 from lib.config.data_rules import DATA_RULES
+from lib.config.export_rules import EXPORT_RULES
+from lib.config.initial_rules import INITIAL_RULES
 from lib.config.layout_rules import LAYOUT_RULES
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.operation import EvaluateConfig
@@ -277,4 +280,6 @@ ALL_RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *BATCH_RULES,
     *DATA_RULES,
+    *EXPORT_RULES,
+    *INITIAL_RULES,
 )

@@ -94,6 +94,22 @@ class DerivedNumbers(Section):
     """Passes over the training split."""
 
 
+class InitialWeights(Section):
+    """The weights that training starts from; all empty where they are drawn."""
+
+    folder: str | None = None
+    """Their folder, read once: when training starts at step 0."""
+
+    sha256: str | None = None
+    """sha256 of its weights: other weights are another run."""
+
+    new_parts: tuple[str, ...] = ()
+    """What the model has beyond them, drawn at random: layers, or rows of tables."""
+
+
+_NO_WEIGHTS = InitialWeights()
+
+
 class RunConfig(Section):
     """Everything that a training run is."""
 
@@ -106,6 +122,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig
     data: DataFacts
     derived: DerivedNumbers
+    initial: InitialWeights = _NO_WEIGHTS
 
     def to_json(self) -> str:
         """The file's text: sorted keys, two spaces, one newline at the end."""
@@ -163,7 +180,7 @@ class Params:
         )
 
 
-def resolve(params: Params, facts: DataFacts) -> RunConfig:
+def resolve(params: Params, facts: DataFacts, initial: InitialWeights = _NO_WEIGHTS) -> RunConfig:
     """The run configuration of parameters that break no rule of ``lib.config.rules``."""
     model = resolve_model(params.model, params.training.seq_length)
     training = resolve_training(params.training)
@@ -184,6 +201,7 @@ def resolve(params: Params, facts: DataFacts) -> RunConfig:
             train_tokens=training.train_samples * training.seq_length,
             epochs=training.train_samples / train_samples_per_epoch,
         ),
+        initial=initial,
     )
 
 
@@ -213,7 +231,8 @@ def resolve_training(section: TrainingSection) -> TrainingConfig:
     """States the length of training in iterations and in samples."""
     samples = in_samples(section.train_iters, section.train_samples, section.global_batch_size)
     assert samples is not None, "a rule wants train_iters or train_samples"
-    shape = section.model_dump(exclude={"train_iters", "train_samples"})
+    written = {"train_iters", "train_samples", "initial_weights", "new_parts"}
+    shape = section.model_dump(exclude=written)
     iterations = BatchSchedule.of(section).iterations(samples)
     lengths = {"train_iters": iterations, "train_samples": samples}
     return TrainingConfig.model_validate({**shape, **lengths})

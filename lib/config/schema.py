@@ -6,12 +6,14 @@ only. Rules across fields are in ``lib.config.rules``; here each field is checke
 """
 
 import math
+import re
 from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 _LARGEST_SEED = 2**63
+_PINNED = re.compile(r".+@[0-9a-f]{12,64}")
 
 
 class Section(BaseModel):
@@ -330,6 +332,25 @@ class TrainingSection(TrainingShape):
     train_samples: int | None = Field(default=None, ge=1)
     """The same in samples; the end of a step: without a ramp-up a multiple of
     global_batch_size."""
+
+    initial_weights: str | None = None
+    """Weights to start from: a folder of ``stages.import_model`` and the first digits of their
+    sha256, ``initial@0123456789abcdef``; the digits, so that other weights in that folder are
+    another run. Null draws them at random. A run that has a checkpoint goes on from that."""
+
+    new_parts: Literal["refuse", "initialize"] = "refuse"
+    """Where the model is larger than the weights it starts from (more layers, more learned
+    positions, other tokens): ``refuse`` and say what would be new, or draw it at random."""
+
+    @field_validator("initial_weights")
+    @classmethod
+    def _initial_weights_are_pinned(cls, text: str | None) -> str | None:
+        if text is not None and not _PINNED.fullmatch(text):
+            raise ValueError(
+                "must be FOLDER@SHA256, a weights folder and 12 or more digits of the checksum of "
+                "its weights; write what python -m stages.import_model prints"
+            )
+        return text
 
 
 class TrainingConfig(TrainingShape):

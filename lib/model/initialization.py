@@ -1,7 +1,8 @@
 """Initial weights that do not depend on the layout.
 
 Each parameter is drawn whole from a generator of its own, keyed by the seed and the parameter's
-global name, and then cut: any layout starts from the same model.
+global name, and then cut: any layout starts from the same model. A run that starts from existing
+weights draws what they lack in the same way.
 
 | parameter | value |
 |---|---|
@@ -50,6 +51,32 @@ def initial_value(
     value = torch.zeros(shape)
     rows = vocab_size if name.endswith(_VOCABULARY_TABLES) else shape[0]
     value[:rows].normal_(0.0, std, generator=named_generator(seed, "init", name))
+    return value
+
+
+def with_first_rows(
+    rows: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    seed: int,
+) -> Tensor:
+    """The whole initial value of one parameter, whose first rows are given.
+
+    Args:
+        rows: the first rows, as many as are given: perhaps all of them.
+        name: as for ``initial_value``, like all that follow.
+        shape: the parameter's shape, padding rows included.
+        config: the resolved ``model`` section.
+        vocab_size: real vocabulary.
+        seed: ``training.seed``.
+    """
+    if tuple(rows.shape) == shape:
+        return rows
+    value = initial_value(name, shape, config, vocab_size=vocab_size, seed=seed)
+    value[: rows.shape[0]] = rows
     return value
 
 

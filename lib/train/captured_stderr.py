@@ -23,10 +23,15 @@ class CapturedStderr:
         self._reader.start()
 
     def _read(self) -> None:
-        with self.log.open("wb") as log:
+        """Reads on whatever happens to the file: a worker whose pipe is full would stand still."""
+        log: IO[bytes] | None = None
+        with contextlib.suppress(OSError):  # the disk may be read-only
+            log = self.log.open("wb", buffering=0)
+        with contextlib.closing(log) if log else contextlib.nullcontext():
             for line in self._pipe:
-                log.write(line)
-                log.flush()
+                if log is not None:
+                    with contextlib.suppress(OSError):  # or full
+                        log.write(line)
                 self._lines.append(line)
                 if line.startswith(_SHOWN_LIVE):
                     with contextlib.suppress(OSError):  # the terminal may be gone
@@ -43,4 +48,5 @@ class CapturedStderr:
 
     def discard(self) -> None:
         """Removes the file: the run ended as it should, and what mattered was said."""
-        self.log.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.log.unlink(missing_ok=True)

@@ -129,7 +129,7 @@ def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) 
     rows = [train_step(parts, progress, keep if step == 0 else None) for step in range(steps)]
     parts.batches.close()
     own = parts.model.own_parameters()
-    weights = _whole(parts, {name: p.detach() for name, p in own.items()})
+    weights = whole_tensors(parts, {name: p.detach() for name, p in own.items()})
     if dist.get_rank() != 0:
         return None
     return Outcome(
@@ -181,10 +181,10 @@ def _gradients(parts: TrainingParts, loss_scale: float) -> dict[str, Tensor]:
     for name, parameter in parts.model.own_parameters().items():
         assert parameter.grad is not None
         found[name] = parameter.grad / loss_scale
-    return _whole(parts, found)
+    return whole_tensors(parts, found)
 
 
-def _whole(parts: TrainingParts, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_tensors(parts: TrainingParts, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of all stages' parameters, put together on rank 0 ({} elsewhere); all must call.
 
     By hand, from the ranks' pieces: it is what checks DTensor's own idea of how they are cut.

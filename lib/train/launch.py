@@ -6,19 +6,19 @@ by torchrun, as each worker, which lives inside ``lib.train.worker.worker_sessio
 Who stops whom:
 
     make -> DVC -> launcher (this process) -> torchrun -> workers
-      every arrow: when the left one dies, however it dies, the kernel sends the right one SIGTERM
-      launcher on SIGTERM, SIGINT, SIGHUP: SIGUSR1 to the workers, which save and leave with 0
-      worker on SIGTERM (torchrun died or was told to stop): the same
+      every arrow: when the left one dies, however it dies, the kernel tells the right one
+      launcher on SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2: SIGUSR1 to the workers
+      torchrun on SIGTERM, and on the launcher's death: the same (``lib.train.agent``)
+      worker on any of the five, and on torchrun's death: all save and leave with 0
 
 With several nodes there is a launcher on each (``lib.train.meeting``, ``lib.train.peers``): a stop
 on one is a stop on all, and where the workers fail on one, all end and say which one it was.
 
-torchrun gives its workers 30 seconds after a SIGTERM, which can be in the middle of a save; hence
-SIGUSR1, which does not pass through it, and a time limit that is a parameter. The launcher
-becomes the parent of workers that lose torchrun, so none can be left behind while it lives.
+The workers get ``launch.stop_timeout_s`` to save. The launcher becomes the parent of workers that
+lose torchrun, so none can be left behind while it lives.
 
-Exit status: 0 finished, 1 failed, 128 + signal number when stopped by one (130, 143; also 143
-where the signal came to another node).
+Exit status: 0 finished, 1 failed, 128 + signal number when stopped by one (129 SIGHUP, 130 SIGINT,
+138 SIGUSR1, 140 SIGUSR2, 143 SIGTERM; also 143 where the signal came to another node or process).
 """
 
 import contextlib
@@ -39,12 +39,13 @@ import psutil
 from lib.cli import die_with_parent
 from lib.console import fail, say, warn
 from lib.errors import UserError
+from lib.train.agent import SIGNALS_OPTION, hold_back_signals
 from lib.train.captured_stderr import CapturedStderr
 from lib.train.hardware import choose_threads
 from lib.train.meeting import MeetingOver, Met, is_loopback, meet
 from lib.train.nodes import ONE_NODE, Nodes
 from lib.train.peers import Kind, Peers, Verdict
-from lib.train.signals import LAUNCHER_STOP_SIGNALS, StopFlag
+from lib.train.signals import WARNING, StopFlag
 from lib.train.worker import (
     BEGUN,
     CRASH,
@@ -54,6 +55,7 @@ from lib.train.worker import (
     USER_ERROR,
 )
 
+TORCHRUN = "torch.distributed.run"
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
 _NOTHING_REPORTED = (
@@ -110,9 +112,9 @@ def launch(module: str, arguments: Sequence[str], options: LaunchOptions) -> int
     Returns:
         The exit status for this process; whatever a person must know has been said by then.
     """
-    die_with_parent()
     insisted: list[int] = []
-    stop = StopFlag(LAUNCHER_STOP_SIGNALS, on_second=insisted.append)
+    stop = StopFlag(on_second=insisted.append)
+    die_with_parent(WARNING)
     _adopt_orphans()
     try:
         met = meet(
@@ -159,7 +161,7 @@ def _torchrun(module: str, arguments: Sequence[str], options: LaunchOptions, met
     (c10d) numbers the nodes as they come, so that rank 0, which writes the log and the results,
     would be now here, now there; and it waits for nodes to come back, which we do not want.
     """
-    command = [sys.executable, "-m", "torch.distributed.run"]
+    command = [sys.executable, "-m", "lib.train.agent", TORCHRUN, *SIGNALS_OPTION]
     nodes = options.nodes
     if nodes.rendezvous is None:
         command += ["--standalone", "--local-addr", "127.0.0.1"]
@@ -178,7 +180,6 @@ def _start(
         LAUNCH_DIR_VARIABLE: str(reports),
         DEVICE_VARIABLE: options.device,
         "OMP_NUM_THREADS": str(choose_threads(options.threads, options.processes)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(options.stop_timeout_s)),
     }
     if options.nodes.rendezvous is not None and is_loopback(options.nodes.rendezvous[0]):
         # All nodes are this machine, yet gloo would go by its name, which may not be an address.
@@ -187,6 +188,7 @@ def _start(
     launcher = os.getpid()
 
     def die_with_launcher() -> None:
+        hold_back_signals()
         die_with_parent()
         if os.getppid() != launcher:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -214,7 +216,7 @@ class _Supervisor:
     ) -> None:
         self._agent, self._peers, self._reports = agent, peers, reports
         self._stop_timeout_s = stop_timeout_s
-        self._asked = False
+        self._asked: set[int] = set()
         self._in_grace = False
         self._deadline = float("inf")
 
@@ -245,20 +247,21 @@ class _Supervisor:
             self._deadline = min(self._deadline, grace)
 
     def _ask_workers_to_stop(self, why: str) -> None:
-        if self._asked:
+        """Asks each worker once, also those that are only now being started."""
+        if not any(self._reports.glob(f"{BEGUN}.*")):
+            self._deadline = 0.0  # no worker has begun, so there is nothing to save
             return
-        self._asked = True
-        self._deadline = min(self._deadline, time.monotonic() + self._stop_timeout_s)
-        workers = _workers(self._agent)
-        if not workers:
-            if not any(self._reports.glob(f"{BEGUN}.*")):
-                self._agent.terminate()  # there were none yet, so there is nothing to save
-            return
-        for worker in workers:
-            _signal(worker, signal.SIGUSR1)
-        insist = "" if why else " (Ctrl-C again: stop at once)"
-        with contextlib.suppress(OSError):  # after a SIGHUP there is no terminal to write to
-            warn(f"{why}saving the state for up to {self._stop_timeout_s:g} s{insist}")
+        if not self._asked:
+            self._deadline = min(self._deadline, time.monotonic() + self._stop_timeout_s)
+        is_first = not self._asked
+        for worker in _workers(self._agent):
+            if worker.pid not in self._asked:
+                self._asked.add(worker.pid)
+                _signal(worker, WARNING)
+        if is_first and self._asked:
+            insist = "" if why else " (Ctrl-C again: stop at once)"
+            with contextlib.suppress(OSError):  # after a SIGHUP there is no terminal to write to
+                warn(f"{why}saving the state for up to {self._stop_timeout_s:g} s{insist}")
 
 
 def _workers(agent: "subprocess.Popen[bytes]") -> list[psutil.Process]:
@@ -315,7 +318,7 @@ def _judge(ending: _Ending, stop: StopFlag, peers: Peers, stderr: str) -> Verdic
         return _failure(_killed_worker(stderr), cause, over_a_peer=bool(_OVER_A_PEER.search(text)))
     if STOPPED in ending.reports:
         return Verdict(Kind.STOPPED, ending.reports[STOPPED][1])
-    if stop.signal is None and ending.status == 0:
+    if ending.status == 0:  # also when a stop came too late to stop anything
         return Verdict(Kind.FINISHED, "")
     if stop.signal is not None or peers.stop is not None:
         return Verdict(Kind.ABANDONED, _NOTHING_REPORTED)

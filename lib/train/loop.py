@@ -30,8 +30,9 @@ class Hooks:
         on_step: takes the row of every step.
         on_validation: takes (step, loss, perplexity, samples, tokens) as a row.
         on_gradients: takes the rows of ``runtime.gradient_statistics``; none but on rank 0.
-        save: writes a checkpoint of the current progress.
-        stop_requested: whether any rank was asked to stop; the same answer on all ranks.
+        save: saves a checkpoint of the current progress, perhaps while training goes on.
+        stop_requested: whether any rank was asked to stop; the same answer on all ranks. Raises
+            where a save that went on meanwhile has failed.
     """
 
     on_step: Callable[[StepRow], None]
@@ -50,7 +51,8 @@ def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
         hooks: reporting, saving and stopping.
 
     Returns:
-        True when all steps are done; False when stopped before, with a checkpoint saved.
+        True when all steps are done; False when stopped before. All that was done is saved, or
+        being saved.
     """
     training, checkpoint = parts.config.training, parts.config.checkpoint
     last_saved = progress.iteration

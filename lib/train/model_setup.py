@@ -4,10 +4,11 @@ The model is laid out on the meta device and gets memory only once it is sharded
 holds more than its own shards and one whole parameter at a time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +17,7 @@ from lib.config.run_config import RunConfig
 from lib.layers.attention import attention_backend
 from lib.model.flops import head_cost_in_layers
 from lib.model.gpt import COMPUTE_DTYPES, GPTModel, LossTerms, ModelOptions, StageSlice
-from lib.model.initialization import initial_parts
+from lib.model.initialization import initial_parts, with_first_rows
 from lib.model.recompute import Recompute
 from lib.parallel.collectives import all_reduce
 from lib.parallel.data_parallel import (
@@ -43,6 +44,7 @@ class ShardedModel:
         tied_copies: names of parameters that are a copy of another stage's: they get the sum of
             both gradients, take the same steps, and count and are saved there.
         sharding: what data parallelism shards between uses.
+        mesh: over which it shards.
     """
 
     chunks: nn.ModuleList
@@ -50,6 +52,7 @@ class ShardedModel:
     cuts: dict[str, Cut]
     tied_copies: frozenset[str]
     sharding: Sharding
+    mesh: DeviceMesh
 
     def chunk(self, number: int) -> GPTModel:
         """One of the chunks."""
@@ -107,7 +110,27 @@ def build_sharded_model(
         for chunk in chunks
         if isinstance(chunk, GPTModel) and chunk.has_tied_copy
     }
-    return ShardedModel(chunks, parameters, cuts, frozenset(copies), sharding)
+    return ShardedModel(chunks, parameters, cuts, frozenset(copies), sharding, data_mesh(mesh))
+
+
+def fill_first_rows(
+    model: ShardedModel, config: RunConfig, rows_of: Callable[[str], Tensor | None]
+) -> None:
+    """Puts given values over the initial ones; what is not given stays as it was drawn.
+
+    Args:
+        model: fresh from ``build_sharded_model``.
+        config: the run configuration.
+        rows_of: the first rows of a parameter by its global name; None to leave it as it is.
+    """
+    vocab_size, seed = config.data.vocab_size, config.training.seed
+    for name, cut in model.cuts.items():
+        rows = rows_of(name)
+        if rows is not None:
+            value = with_first_rows(
+                rows, name, cut.full_shape, config.model, vocab_size=vocab_size, seed=seed
+            )
+            fill_shard(model.parameters[name], cut.part_of(value), model.mesh)
 
 
 def sum_tied_gradients(model: ShardedModel, config: RunConfig, groups: ParallelGroups) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from lib.atomic import write_text_atomically
 from lib.cli import die_with_parent
 from lib.errors import UserError
-from lib.train.signals import WORKER_STOP_SIGNALS, StopFlag
+from lib.train.signals import WARNING, StopFlag
 
 LAUNCH_DIR_VARIABLE = "DRYDOCK_LAUNCH_DIR"
 DEVICE_VARIABLE = "DRYDOCK_DEVICE"
@@ -58,8 +58,8 @@ def _report(kind: str, text: str) -> None:
 def worker_session() -> Generator[StopFlag, None, None]:
     """Wraps all of a worker's life; gives the flag that says when to save and leave."""
     parent = os.getppid()
-    die_with_parent()
-    stop = StopFlag(WORKER_STOP_SIGNALS)
+    stop = StopFlag()
+    die_with_parent(WARNING)
     if os.getppid() != parent:
         raise SystemExit(143)
     _report(BEGUN, "")

@@ -6,6 +6,7 @@ source, so nothing is run.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,12 +71,21 @@ def _files_of(root: Path, module: str) -> Iterator[Path]:
                 yield file
 
 
-def _imported_names(file: Path) -> Iterator[str]:
+def _imported_names(file: Path) -> tuple[str, ...]:
     """Dotted names in a file's import statements, wherever they stand."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        return _names_in(file.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{file}: not valid Python ({error})") from None
+
+
+@functools.cache
+def _names_in(text: str) -> tuple[str, ...]:
+    """As `_imported_names`, of a file's contents; stages share most of their files."""
+    return tuple(_names_of(ast.parse(text)))
+
+
+def _names_of(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -24,8 +24,8 @@ _STAGE_LINE = re.compile(r"Running stage '(\w+)'")
 _NOTHING_TO_DO = "Data and pipelines are up to date."
 # What a project's folder holds beside its sources.
 _PRODUCTS = {
-    *("data", "model", "outputs", "results", "state", "dvc_plots", "dvc.lock", ".git", ".venv"),
-    *(".hypothesis", ".pytest_cache", ".ruff_cache", ".import_linter_cache"),
+    *("data", "model", "model_hf", "outputs", "results", "state", "dvc_plots", "dvc.lock"),
+    *(".git", ".venv", ".hypothesis", ".pytest_cache", ".ruff_cache", ".import_linter_cache"),
 }
 _VARIABLES_OF_A_RUN = ("DVC_ROOT", "DVC_STAGE", "DVC_EXP_NAME", "DRYDOCK_STATE", "RANK")
 

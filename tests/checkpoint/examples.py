@@ -67,6 +67,7 @@ _EXAMPLE = {
         "train_tokens": 1280,
         "epochs": 0.5,
     },
+    "initial": {},
 }
 
 

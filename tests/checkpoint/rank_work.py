@@ -1,7 +1,11 @@
 """What the ranks of the distributed tests do; here so that other tests can use the model."""
 
+import contextlib
 import errno
 import os
+import signal
+import threading
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -12,8 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from lib.checkpoint import state, storage
+from lib.checkpoint import loading, saving, state
+from lib.checkpoint.background import Saver
+from lib.checkpoint.metadata import read_metadata
+from lib.checkpoint.retention import Retention
 from lib.errors import UserError
+from tests.checkpoint.saved import load_latest
+from tests.train.tiny_run import build_tiny, tiny_config, write_tokens
+
+CREATE_STREAM = "torch.distributed.checkpoint.filesystem.FileSystem.create_stream"
 
 
 class Model(nn.Module):
@@ -28,11 +39,13 @@ class Model(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def build(seed, *, sharded, fused=True, device="cpu"):
+def build(seed, *, sharded, fused=True, device="cpu", shape=None):
+    """A model and its optimizer; sharded over all ranks, or copies and shards as ``shape`` says."""
     torch.manual_seed(seed)
     model = Model().to(device)
     if sharded:
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        shape = shape or (dist.get_world_size(),)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
         fully_shard(model.first, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -60,12 +73,12 @@ def whole(tensors):
 def checkpoint(directory, iteration, model, optimizer, keep_last=2):
     tensors = state.training_tensors(model.named_parameters(), optimizer)
     scalars = {"iteration": iteration} | state.optimizer_scalars(optimizer)
-    return storage.save(directory, iteration, tensors, scalars, keep_last)
+    return saving.save(directory, iteration, tensors, scalars, keep_last)
 
 
 def resume(directory, model, optimizer):
     tensors = state.training_tensors(model.named_parameters(), optimizer)
-    found = storage.load_latest(directory, tensors)
+    found = load_latest(directory, tensors)
     state.restore(optimizer, found.scalars)
     return found.iteration
 
@@ -90,6 +103,7 @@ def resume_and_train(directory):
 def resume_on_gpu(directory):
     """Saves, goes on, and resumes into another model on the same GPU: both must do the same."""
     losses, draws = [], []
+    saver = Saver(directory, Retention(1), background=True)
     for seed in (0, 99):
         model, optimizer = build(seed, sharded=True, device="cuda")
         streams = state.random_streams(0, torch.device("cuda"))
@@ -100,10 +114,11 @@ def resume_on_gpu(directory):
             streams = state.random_streams(0, torch.device("cuda"))
             tensors = state.training_tensors(model.named_parameters(), optimizer)
             scalars = state.optimizer_scalars(optimizer)
-            storage.save(directory, 3, tensors | streams, scalars, 1)
+            saver.start(3, tensors | streams, scalars)
         else:
+            saver.finish()
             tensors = state.training_tensors(model.named_parameters(), optimizer)
-            found = storage.load_latest(directory, tensors | streams)
+            found = load_latest(directory, tensors | streams)
             state.restore(optimizer, found.scalars)
             state.restore_random_streams(streams, 0, torch.device("cuda"))
         losses.append([step(model, optimizer, number) for number in range(3, 6)])
@@ -117,14 +132,14 @@ def random_streams(directory):
     torch.manual_seed(1000 + rank)
     torch.randn(10 + rank)
     saved = state.random_streams(rank, torch.device("cpu"))
-    storage.save(directory / "random", 1, saved, {}, 1)
+    saving.save(directory / "random", 1, saved, {}, 1)
     drawn = torch.randn(4)
     torch.manual_seed(5)
     streams = {
         name: torch.zeros_like(each)
         for name, each in state.random_streams(rank, torch.device("cpu")).items()
     }
-    storage.load_latest(directory / "random", streams)
+    load_latest(directory / "random", streams)
     assert all(torch.equal(saved[name], streams[name]) for name in saved)
     state.restore_random_streams(streams, rank, torch.device("cpu"))
     assert torch.equal(torch.randn(4), drawn)
@@ -137,28 +152,28 @@ def both_stages():
 
 
 def needed_for_both_stages():
-    return storage.bytes_needed(both_stages())
+    return saving.bytes_needed(both_stages())
 
 
 def stages(directory):
     """Each rank holds one of two tensors; then nobody wants the second one."""
     own = list(both_stages().items())[dist.get_rank()]
     tensors = dict([own])
-    storage.save(directory / "stages", 1, tensors, {}, 1)
+    saving.save(directory / "stages", 1, tensors, {}, 1)
     blank = {name: torch.zeros_like(each) for name, each in tensors.items()}
-    storage.load_latest(directory / "stages", blank)
-    found = storage.find_latest(directory / "stages")
+    load_latest(directory / "stages", blank)
+    found = loading.find_latest(directory / "stages")
     wanted = {name: each for name, each in blank.items() if "0" in name}
     return {
-        "needed": storage.bytes_needed(tensors),
+        "needed": saving.bytes_needed(tensors),
         "loaded": [(blank[name], each) for name, each in tensors.items()],
-        "refused": complaint(storage.load_tensors, found, wanted),
+        "refused": complaint(loading.load_tensors, found, wanted),
     }
 
 
 def load_both_stages(directory):
     blank = {name: torch.zeros_like(each) for name, each in both_stages().items()}
-    storage.load_latest(directory / "stages", blank)
+    load_latest(directory / "stages", blank)
     return blank
 
 
@@ -167,38 +182,32 @@ def faults(directory):
     state_directory = directory / "faults"
     tensors = {"plain": torch.arange(6.0)}
     for iteration in (1, 2):
-        storage.save(state_directory, iteration, tensors, {"n": iteration}, 5)
+        saving.save(state_directory, iteration, tensors, {"n": iteration}, 5)
     dist.barrier()
     if dist.get_rank() == 0:
         (state_directory / "iter_0000002" / "__0_0.distcp").write_bytes(b"spoilt")
     dist.barrier()
-    fallback = storage.load_latest(state_directory, tensors).iteration
-    unreadable = with_rank_one_unable(
-        "lib.checkpoint.ranks.sha256_of", errno.EIO, storage.load_latest, state_directory, tensors
-    )
+    fallback = load_latest(state_directory, tensors).iteration
+    with unable_on_rank_one("lib.checkpoint.ranks.sha256_of", errno.EIO):
+        unreadable = complaint(load_latest, state_directory, tensors)
     mine = {f"random.rank_{dist.get_rank():05d}.cpu": torch.zeros(4)}
-    full = with_rank_one_unable(
-        "torch.distributed.checkpoint.filesystem.FileSystem.create_stream",
-        errno.ENOSPC,
-        storage.save,
-        *(state_directory, 3, tensors | mine, {}, 5),
-    )
+    with unable_on_rank_one(CREATE_STREAM, errno.ENOSPC):
+        full = complaint(saving.save, state_directory, 3, tensors | mine, {}, 5)
     dist.barrier()
     left = sorted(path.name for path in state_directory.iterdir())
     ill = {"plain": torch.zeros(6 + dist.get_rank())}
-    return fallback, unreadable, full, left, complaint(storage.load_latest, state_directory, ill)
+    return fallback, unreadable, full, left, complaint(load_latest, state_directory, ill)
 
 
-def with_rank_one_unable(name, number, function, *arguments):
-    """What a call says when on rank 1 alone a step of it fails with an OSError."""
+@contextlib.contextmanager
+def unable_on_rank_one(name, number):
+    """On rank 1 alone, calls of ``name`` fail with an OSError of that number."""
 
     def fail(*_args, **_kwargs):
         raise OSError(number, os.strerror(number))
 
-    if dist.get_rank() != 1:
-        return complaint(function, *arguments)
-    with mock.patch(name, fail):
-        return complaint(function, *arguments)
+    with mock.patch(name, fail) if dist.get_rank() == 1 else contextlib.nullcontext():
+        yield
 
 
 def complaint(function, *arguments):
@@ -207,3 +216,90 @@ def complaint(function, *arguments):
     except UserError as error:
         return str(error)
     return "no complaint"
+
+
+def background(directory):
+    """Trains on while a save is held back; loads it; then rank 1 cannot write."""
+    result = {}
+    for kind, shape in (("sharded", (2,)), ("replicated", (2, 1))):
+        model, optimizer = build(0, sharded=True, shape=shape)
+        saver = Saver(directory / kind, Retention(1), background=True)
+        losses = [step(model, optimizer, number) for number in range(3)]
+        tensors = state.training_tensors(model.named_parameters(), optimizer)
+        result[kind, "at save"] = whole(tensors)
+        opened = threading.Event()
+        with mock.patch("lib.checkpoint.background.write_checkpoint", after(opened)):
+            saver.start(3, tensors, state.optimizer_scalars(optimizer))
+            losses += [step(model, optimizer, number) for number in range(3, 6)]
+            opened.set()
+            saver.finish()
+        blank, blank_optimizer = build(99, sharded=True, shape=shape)
+        resume(directory / kind, blank, blank_optimizer)
+        loaded = state.training_tensors(blank.named_parameters(), blank_optimizer)
+        result[kind, "loaded"] = whole(loaded)
+    alone, alone_optimizer = build(0, sharded=True, shape=shape)
+    result["losses"] = losses
+    result["losses_alone"] = [step(alone, alone_optimizer, number) for number in range(6)]
+    with unable_on_rank_one(CREATE_STREAM, errno.ENOSPC):
+        saver.start(6, tensors, {})
+        saver.wait()
+    result["failed"] = saver.failed
+    result["complaint"] = complaint(saver.finish)
+    result["left"] = sorted(path.name for path in (directory / "replicated").iterdir())
+    return result
+
+
+def after(opened):
+    """Writing a checkpoint, as soon as the gate is open."""
+
+    def write(*arguments):
+        assert opened.wait(60)
+        return saving.write_checkpoint(*arguments)
+
+    return write
+
+
+SHARING = {
+    "optimizer": {},
+    "gradients": {"parallel__sharding": "gradients"},
+    "parameters": {"parallel__sharding": "parameters"},
+    "replicated": {"parallel__data_shard": 1},
+}
+
+
+def bytes_of_two_copies(directory):
+    """Bytes in the files, bytes of the tensors, pieces and names, for each way to share a state."""
+    corpus = [write_tokens(directory)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(corpus)
+    found = {}
+    for name, changes in SHARING.items():
+        config = tiny_config(corpus[0], model__hidden_size=64, **changes)
+        parts = build_tiny(config.to_json())
+        tensors = state.training_tensors(parts.model.own_parameters().items(), parts.optimizer)
+        parts.batches.close()
+        folder = saving.save(directory / name, 1, tensors, {}, 1)
+        written = sum(path.stat().st_size for path in Path(folder).glob("*.distcp"))
+        payload = sum(each.numel() * each.element_size() for each in tensors.values())
+        entries = read_metadata(folder).state_dict_metadata
+        pieces = sum(len(entry.chunks) for entry in entries.values())
+        found[name] = (written, payload, pieces, len(tensors))
+    return found
+
+
+def die_while_saving(directory):
+    """Rank 1 is killed by the kernel in the middle of a save; rank 0 must not wait for it."""
+    tensors = {f"random.rank_{dist.get_rank():05d}.cpu": torch.zeros(4)}
+    saver = Saver(directory, Retention(1), background=True)
+    saver.start(1, tensors, {})
+    saver.finish()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        mock.patch(CREATE_STREAM, die).start()
+    saver.start(2, tensors, {})
+    saver.wait()
+    assert saver.failed
+    saver.finish()
+
+
+def die(*_arguments):
+    os.kill(os.getpid(), signal.SIGKILL)

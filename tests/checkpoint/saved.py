@@ -3,7 +3,8 @@
 import torch
 
 from lib.atomic import sha256_of
-from lib.checkpoint import storage
+from lib.checkpoint.loading import find_latest, load_tensors
+from lib.checkpoint.saving import save as save_tensors
 
 
 def example(seed):
@@ -25,7 +26,7 @@ def blank():
 
 def save(directory, *iterations, keep_last=9, keep_every=None):
     for iteration in iterations:
-        storage.save(
+        save_tensors(
             directory, iteration, example(iteration), {"n": iteration}, keep_last, keep_every
         )
 
@@ -35,9 +36,17 @@ def assert_is(tensors, iteration):
         assert torch.equal(tensor, tensors[name]), name
 
 
+def load_latest(directory, tensors, max_iteration=None):
+    """What a resume does, for tensors that are always the same."""
+    found = find_latest(directory, max_iteration)
+    if found is not None:
+        load_tensors(found, tensors)
+    return found
+
+
 def load(directory, max_iteration=None):
     tensors = blank()
-    found = storage.load_latest(directory, tensors, max_iteration)
+    found = load_latest(directory, tensors, max_iteration)
     if found is None:
         return None
     assert found.scalars == {"n": found.iteration}

@@ -1,4 +1,4 @@
-"""Names, completeness and rotation of checkpoint folders, without tensors."""
+"""Names and completeness of checkpoint folders, without tensors."""
 
 import hashlib
 import json
@@ -72,43 +72,9 @@ def spoil_manifest(folder, change):
 def test_a_folder_that_is_not_as_its_manifest_says(tmp_path, spoil, complaint):
     folder = make(tmp_path, 5)
     assert folders.read_manifest(folder)["a"].bytes == 4
-    assert folders.is_complete(folder)
     spoil(folder)
-    assert not folders.is_complete(folder)
     with pytest.raises(Damaged, match=complaint):
         folders.read_manifest(folder)
-
-
-def test_rotation_keeps_the_last_and_every_mth(tmp_path):
-    for iteration in range(10, 110, 10):
-        make(tmp_path, iteration)
-    removed = folders.rotate(tmp_path, 100, keep_last=2, keep_every=40)
-    assert folders.iterations(tmp_path) == [40, 80, 90, 100]
-    assert removed == [10, 20, 30, 50, 60, 70]
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_rotation_counts_complete_ones_only(tmp_path):
-    for iteration in (100, 200, 300):
-        make(tmp_path, iteration)
-    (tmp_path / "iter_0000200" / "a").unlink()
-    assert folders.rotate(tmp_path, 300, keep_last=2, keep_every=None) == [200]
-    assert folders.iterations(tmp_path) == [100, 300]
-
-
-def test_rotation_leaves_later_checkpoints_alone(tmp_path):
-    for iteration in (100, 200, 500):
-        make(tmp_path, iteration)
-    folders.rotate(tmp_path, 200, keep_last=1, keep_every=None)
-    assert folders.iterations(tmp_path) == [200, 500]
-
-
-def test_rotation_refuses_before_the_new_one_is_complete(tmp_path):
-    make(tmp_path, 100)
-    (make(tmp_path, 200) / "a").unlink()
-    with pytest.raises(AssertionError):
-        folders.rotate(tmp_path, 200, keep_last=1, keep_every=None)
-    assert folders.iterations(tmp_path) == [100, 200]
 
 
 @given(

@@ -1,10 +1,21 @@
-"""Each field of a run configuration either changes the fingerprint or provably does not."""
+"""Each field of a run configuration makes another run or does not, as docs/checkpoints.md says.
 
+The table there is written by hand; here every field is changed alone, to another legal value that
+is made from its type, so that a new field is tried as soon as it exists, or fails for want of a
+row in the table.
+"""
+
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from lib.checkpoint.fingerprint import (
     NOT_TRAJECTORY,
@@ -16,140 +27,139 @@ from lib.checkpoint.fingerprint import (
     is_trajectory,
     leaves,
 )
+from lib.checkpoint.resume import RECORD, ResumePolicy, open_state
+from lib.config.run_config import RunConfig
+from lib.errors import UserError
 from lib.optim.lr_schedule import LearningRate
 from tests.checkpoint.examples import run_config
 
-# Written out by hand, apart from the lists in lib: what changes the weights, and what must not.
-CHANGES = {
-    "model.num_layers": 3,
-    "model.hidden_size": 16,
-    "model.num_attention_heads": 2,
-    "model.num_query_groups": 2,
-    "model.head_dim": 4,
-    "model.ffn_hidden_size": 16,
-    "model.max_position_embeddings": 32,
-    "model.position_embedding": "rope",
-    "model.rope_theta": 500000.0,
-    "model.normalization": "rmsnorm",
-    "model.norm_epsilon": 1e-6,
-    "model.activation": "swiglu",
-    "model.bias": False,
-    "model.qkv_bias": False,
-    "model.qk_norm": True,
-    "model.tie_embeddings": False,
-    "model.attention_dropout": 0.1,
-    "model.hidden_dropout": 0.1,
-    "model.init_std": 0.01,
-    "model.vocab_size_multiple": 64,
-    "precision.compute": "bf16",
-    "optimizer.lr": 2e-3,
-    "optimizer.beta1": 0.8,
-    "optimizer.beta2": 0.99,
-    "optimizer.epsilon": 1e-6,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.clip_grad": 0.5,
-    "schedule.decay": "linear",
-    "schedule.min_lr": 0.0,
-    "schedule.warmup_samples": 4,
-    "schedule.decay_samples": 160,
-    "training.seed": 2,
-    "training.seq_length": 8,
-    "training.global_batch_size": 8,
-    "training.rampup_start_batch_size": 2,
-    "training.rampup_increment": 2,
-    "training.rampup_samples": 8,
-    "training.label_smoothing": 0.1,
-    "training.z_loss": 1e-4,
-    "training.split": "80,10,10",
-    "data.tokens_sha256": "ef" * 32,
-    "data.tokenizer_fingerprint": "ef" * 32,
-    "data.vocab_size": 20,
-    "data.eod_id": 1,
-    "data.dtype": "int32",
-    "data.documents": 31,
-    "data.tokens": 3001,
-    "data.splits.train.documents": [0, 26],
-    "data.splits.train.tokens": 2701,
-    "data.splits.train.samples": 167,
-    "data.splits.valid.documents": [26, 28],
-    "data.splits.valid.tokens": 151,
-    "data.splits.valid.samples": 8,
-    "data.splits.test.documents": [27, 30],
-    "data.splits.test.tokens": 151,
-    "data.splits.test.samples": 8,
-}
-KEEPS = {
-    "parallel.tensor": 2,
-    "parallel.pipeline": 2,
-    "parallel.data": 2,
-    "parallel.sequence": True,
-    "parallel.virtual_stages": 2,
-    "parallel.layers_per_chunk": [1, 1],
-    "parallel.sharding": "parameters",
-    "parallel.data_shard": 2,
-    "training.micro_batch_size": 4,
-    "training.eval_interval": 5,
-    "training.eval_iters": 3,
-    "training.train_iters": 40,
-    "training.train_samples": 160,
-    "checkpoint.save_interval": 7,
-    "checkpoint.keep_last": 3,
-    "checkpoint.keep_every": 10,
-    "data.prefix": "elsewhere/corpus",
-    "derived.padded_vocab_size": 256,
-    "derived.num_parameters": 2000,
-    "derived.tokens_per_step": 128,
-    "derived.train_tokens": 2560,
-    "derived.epochs": 1.5,
-    # Not read by a cosine schedule; tested below with the one that reads them.
-    "schedule.wsd_style": "cosine",
-    "schedule.wsd_decay_samples": 8,
-    # Not read by fp32; tested below with fp16, which reads them.
-    "precision.loss_scale": 1024.0,
-    "precision.initial_loss_scale": 1024.0,
-    "precision.min_loss_scale": 2.0,
-    "precision.loss_scale_window": 100,
-    "precision.loss_scale_hysteresis": 1,
+DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (another run|continues) \|", re.MULTILINE)
+# A run that reads every field: wsd and a moving loss scale, started from given weights.
+BASE = run_config(
+    schedule__decay="wsd",
+    schedule__wsd_decay_samples=32,
+    precision__compute="fp16",
+    initial={"folder": "initial", "sha256": "ab" * 32, "new_parts": ["layers.1"]},
+)
+_NEAR = {
+    NoneType: lambda _value: (None,),
+    bool: lambda value: (not value,),
+    int: lambda value: ((value or 0) + 1, (value or 0) - 1),
+    float: lambda value: ((value or 1.0) / 2, 0.5),
+    str: lambda value: (f"{value or ''}x", "80,10,10"),
 }
 
 
-def varied(name, value):
-    return run_config(**{name.replace(".", "__"): value})
+def values(config: RunConfig) -> dict[str, object]:
+    return dict(leaves(config.model_dump(mode="json")))
 
 
-def test_every_field_is_in_exactly_one_table():
-    names = {name for name, _ in leaves(run_config().model_dump(mode="json"))}
-    assert names == CHANGES.keys() | KEEPS.keys()
-    assert not CHANGES.keys() & KEEPS.keys()
+def documented() -> list[tuple[str, str]]:
+    return _ROW.findall(DOCUMENT.read_text())
+
+
+def documented_kind(name: str) -> str:
+    """What the table says of a field; a row may stand for all fields below a name."""
+    kinds = [kind for row, kind in documented() if f"{name}.".startswith(f"{row}.")]
+    assert len(kinds) == 1, f"{name} must be in one row of {DOCUMENT.name}, it is in {len(kinds)}"
+    return kinds[0]
+
+
+def annotation_of(name: str) -> object:
+    kind: object = RunConfig
+    for part in name.split("."):
+        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
+        kind = kind.model_fields[part].annotation if is_model else get_args(kind)[1]
+    return kind
+
+
+def candidates(kind: object, value: object) -> Iterator[object]:
+    """Values of a type near a given one; some may break a rule of their field."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for option in arguments:
+            yield from candidates(option, value)
+    elif origin is Literal:
+        yield from arguments
+    elif origin is Annotated:
+        yield from candidates(arguments[0], value)
+    elif origin is tuple:
+        old = list(value or [])
+        for new in candidates(arguments[0], old[0] if old else None):
+            yield [new, *old[1:]]
+    elif kind in _NEAR:
+        yield from _NEAR[kind](value)
+
+
+def varied(name: str) -> RunConfig:
+    """The base with another value of one field."""
+    before = values(BASE)
+    for value in candidates(annotation_of(name), before[name]):
+        tree = BASE.model_dump(mode="json")
+        below = tree
+        for part in name.split(".")[:-1]:
+            below = below[part]
+        below[name.rpartition(".")[2]] = value
+        try:
+            config = RunConfig.model_validate(tree)
+        except ValidationError:
+            continue
+        if values(config)[name] != before[name]:
+            return config
+    pytest.fail(f"no other value of {name} could be made: extend candidates() by its type")
+
+
+def fields_of(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines]
+
+
+def test_the_documented_table_is_that_of_the_code():
+    names = values(BASE)
     for name in names:
-        is_trajectory(name)  # raises for a field in neither list or in both
+        assert is_trajectory(name) == (documented_kind(name) == "another run"), name
+    for row, _ in documented():
+        assert any(f"{name}.".startswith(f"{row}.") for name in names), f"there is no {row}"
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_field_of_the_trajectory_changes_the_fingerprint(name):
-    before, after = run_config(), varied(name, CHANGES[name])
-    assert fingerprint(before) != fingerprint(after)
-    lines = difference(fingerprint_parts(before), fingerprint_parts(after))
-    assert [line.split(":")[0] for line in lines] == [name]
-
-
-@pytest.mark.parametrize("name", KEEPS)
-def test_other_fields_do_not(name):
-    before, after = run_config(), varied(name, KEEPS[name])
-    assert before != after
-    assert fingerprint(before) == fingerprint(after)
-    assert difference(fingerprint_parts(before), fingerprint_parts(after)) == []
+@pytest.mark.parametrize("name", values(BASE))
+def test_a_field_makes_another_run_or_continues(tmp_path, name):
+    after = varied(name)
+    assert fields_of(difference(BASE.model_dump(mode="json"), after.model_dump(mode="json"))) == [
+        name
+    ]
+    first = open_state(tmp_path, BASE, "code", ResumePolicy())
+    first.mark_training({})
+    (first.path / "iter_0000100").mkdir()
+    second = open_state(tmp_path, after, "code", ResumePolicy())
+    if documented_kind(name) == "continues":
+        assert fingerprint(after) == fingerprint(BASE)
+        assert (second.outcome, second.path) == ("continued", first.path)
+        assert (second.path / "iter_0000100").is_dir()
+        return
+    assert second.outcome == "new"
+    assert [path.name for path in second.path.iterdir()] == [RECORD]
+    shutil.copy(second.path / RECORD, first.path / RECORD)
+    with pytest.raises(UserError, match="another configuration") as refusal:
+        open_state(tmp_path, BASE, "code", ResumePolicy())
+    for line in difference(fingerprint_parts(after), fingerprint_parts(BASE)):
+        assert line in str(refusal.value)
+    assert name in fields_of(difference(fingerprint_parts(BASE), fingerprint_parts(after)))
+    assert (first.path / "iter_0000100").is_dir()
 
 
 def test_the_lists_name_nothing_that_does_not_exist():
-    names = {name for name, _ in leaves(run_config().model_dump(mode="json"))}
     for entry in TRAJECTORY | NOT_TRAJECTORY:
-        assert any(f"{name}.".startswith(f"{entry}.") for name in names), entry
+        assert any(f"{name}.".startswith(f"{entry}.") for name in values(BASE)), entry
 
 
 def test_an_unlisted_field_is_an_error():
     with pytest.raises(AssertionError, match=r"training\.new"):
         is_trajectory("training.new")
+
+
+def test_random_weights_leave_no_trace_in_the_fingerprint():
+    assert "initial" not in fingerprint_parts(run_config())
 
 
 @pytest.mark.parametrize(
@@ -176,6 +186,15 @@ def test_schedule_fields_count_where_the_learning_rate_reads_them(decay, field, 
     assert (curves[0] != curves[1]) == counts
 
 
+LOSS_SCALE_FIELDS = {
+    "loss_scale": 1024.0,
+    "initial_loss_scale": 1024.0,
+    "min_loss_scale": 2.0,
+    "loss_scale_window": 100,
+    "loss_scale_hysteresis": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("compute", "scale", "reads"),
     [
@@ -183,27 +202,15 @@ def test_schedule_fields_count_where_the_learning_rate_reads_them(decay, field, 
         ("bf16", None, set()),
         ("fp64", None, set()),
         ("fp16", 512.0, {"loss_scale"}),
-        (
-            "fp16",
-            None,
-            {
-                "loss_scale",
-                "initial_loss_scale",
-                "min_loss_scale",
-                "loss_scale_window",
-                "loss_scale_hysteresis",
-            },
-        ),
+        ("fp16", None, set(LOSS_SCALE_FIELDS)),
     ],
 )
 def test_loss_scale_fields_count_where_the_number_type_reads_them(compute, scale, reads):
     base = {"precision__compute": compute, "precision__loss_scale": scale}
     before = fingerprint(run_config(**base))
-    for name in KEEPS:
-        section, _, field = name.partition(".")
-        if section == "precision":
-            after = fingerprint(run_config(**{**base, f"precision__{field}": KEEPS[name]}))
-            assert (after != before) == (field in reads), field
+    for field, value in LOSS_SCALE_FIELDS.items():
+        after = fingerprint(run_config(**{**base, f"precision__{field}": value}))
+        assert (after != before) == (field in reads), field
 
 
 def test_it_is_the_same_in_another_process():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lib.checkpoint.huggingface import from_huggingface, to_huggingface
 from lib.checkpoint.shapes import parameter_shapes
@@ -51,6 +51,14 @@ def llama(**changes):
     return ModelConfig.model_validate(fields | changes)
 
 
+def qwen2(**changes):
+    return llama(**{"qkv_bias": True} | changes)
+
+
+def qwen3(**changes):
+    return llama(**{"qk_norm": True} | changes)
+
+
 def weights(model, rows=VOCABULARY):
     generator = torch.Generator().manual_seed(7)
     shapes = parameter_shapes(model, rows)
@@ -59,9 +67,9 @@ def weights(model, rows=VOCABULARY):
 
 def theirs(config):
     """Their model, built from the contents of config.json."""
-    kinds = {"gpt2": (GPT2Config, GPT2LMHeadModel), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = kinds[config["model_type"]]
-    return model_class(config_class(**config))
+    built = CONFIG_MAPPING[config["model_type"]](**config)
+    assert config["architectures"] == [MODEL_FOR_CAUSAL_LM_MAPPING[type(built)].__name__]
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(built)](built)
 
 
 CONFIGURATIONS = {
@@ -73,6 +81,12 @@ CONFIGURATIONS = {
     "llama one kv head": llama(num_query_groups=1),
     "llama all kv heads": llama(num_query_groups=4, head_dim=4),
     "llama with biases": llama(bias=True, qkv_bias=True, attention_dropout=0.1),
+    "qwen2": qwen2(),
+    "qwen2 tied, one kv head": qwen2(tie_embeddings=True, num_query_groups=1, head_dim=4),
+    "qwen2 odd width": qwen2(hidden_size=18, num_query_groups=4, norm_epsilon=1e-5),
+    "qwen3": qwen3(),
+    "qwen3 tied, all kv heads": qwen3(tie_embeddings=True, num_query_groups=4, head_dim=4),
+    "qwen3 odd width": qwen3(hidden_size=18, num_query_groups=1, attention_dropout=0.1),
 }
 
 
@@ -94,6 +108,11 @@ def test_their_model_loads_ours_strictly_and_gives_it_back(model):
         assert torch.equal(tensors[name], ours[name]), name
     assert ModelConfig.model_validate(fields) == model
 
+    again, config_again = to_huggingface(tensors, ModelConfig.model_validate(fields), VOCABULARY)
+    assert config_again == config
+    assert again.keys() == other.state_dict().keys()
+    assert all(torch.equal(again[name], each) for name, each in other.state_dict().items())
+
 
 def test_their_numbers_say_the_same(model):
     """Parameter counts agree, and each field that changes the mathematics arrives."""
@@ -114,7 +133,8 @@ def test_their_numbers_say_the_same(model):
         assert other.config.rope_parameters["rope_theta"] == model.rope_theta
         assert other.config.head_dim == model.head_dim
         assert other.config.num_key_value_heads == model.num_query_groups
-        assert other.config.attention_bias == other.config.mlp_bias == model.bias
+        if config["model_type"] == "llama":
+            assert other.config.attention_bias == other.config.mlp_bias == model.bias
 
 
 def test_padding_rows_are_cut(model):
@@ -162,15 +182,18 @@ def test_gpt2_projections_by_hand():
         (gpt2(head_dim=6), "head_dim"),
         (llama(normalization="layernorm"), "normalization"),
         (llama(activation="gelu"), "activation"),
-        (llama(qkv_bias=True), "qkv_bias"),
         (llama(bias=True), "qkv_bias"),
-        (llama(qk_norm=True), "qk_norm"),
         (llama(hidden_dropout=0.1), "hidden_dropout"),
         (llama(hidden_size=18), "hidden_size"),
+        (qwen2(activation="gelu"), "activation"),
+        (qwen2(hidden_dropout=0.1), "hidden_dropout"),
+        (qwen3(bias=True), "bias"),
+        (qwen3(qkv_bias=True), "qkv_bias"),
+        (qwen3(normalization="layernorm"), "normalization"),
     ],
 )
 def test_what_they_cannot_express_is_refused_by_name(model, field):
-    with pytest.raises(UserError, match=f"model.{field} = "):
+    with pytest.raises(UserError, match=rf"^model.{field} = .* only.*; .* or export.format: none"):
         to_huggingface(weights(model), model, VOCABULARY)
 
 
@@ -226,6 +249,7 @@ def test_older_llama_files():
     """rope_theta at the top or left to its default, no head_dim, no kv heads."""
     model = llama(num_query_groups=4, head_dim=4, rope_theta=10000.0)
     state, config = to_huggingface(weights(model), model, VOCABULARY)
+    config |= {"pretraining_tp": 1, "_name_or_path": "somewhere", "rope_scaling": None}
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
     for name in ("rope_parameters", "rope_theta", "head_dim", "num_key_value_heads", "mlp_bias"):
         del config[name]
@@ -245,19 +269,37 @@ def test_older_llama_files():
         ("gpt2", "embd_pdrop", 0.2),
         ("gpt2", "vocab_size", None),
         ("gpt2", "n_layer", "2"),
+        ("gpt2", "n_embd", 13),
+        ("gpt2", "layer_norm_epsilon", "small"),
+        ("gpt2", "initializer_range", -1.0),
+        ("gpt2", "tie_word_embeddings", "yes"),
+        ("gpt2", "final_logit_softcapping", 30.0),
         ("llama", "hidden_act", "gelu"),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "num_key_value_heads", 3),
         ("llama", "mlp_bias", True),
         ("llama", "attention_bias", True),
         ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}),
         ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 500000.0}),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "rope_theta", 10000.0),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen2", "rope_parameters", {"full_attention": {"rope_theta": 1e6}}),
+        ("qwen2", "use_mrope", True),
+        ("qwen2", "attention_bias", True),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3", "head_dim", 0),
     ],
 )
 def test_what_we_cannot_express_is_refused_by_name(kind, field, value):
-    model = {"gpt2": gpt2, "llama": llama}[kind]()
+    model = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2, "qwen3": qwen3}[kind]()
     state, config = to_huggingface(weights(model), model, VOCABULARY)
-    complaint = {"attention_bias": "mlp_bias"}.get(field, field)
+    complaint = {"attention_bias": "bias"}.get(field, field)
+    complaint = {"initializer_range": "init_std", "tie_word_embeddings": "tie"}.get(
+        field, complaint
+    )
     with pytest.raises(UserError, match=complaint):
         from_huggingface(state, config | {field: value})
 
@@ -269,9 +311,10 @@ def test_what_we_cannot_express_is_refused_by_name(kind, field, value):
     vocab=st.integers(1, 40),
     tie=st.booleans(),
     padded=st.booleans(),
+    make=st.sampled_from([llama, qwen2, qwen3]),
 )
-def test_llama_round_trip(layers, groups, head_dim, vocab, tie, padded):
-    model = llama(
+def test_rope_round_trip(layers, groups, head_dim, vocab, tie, padded, make):
+    model = make(
         num_layers=layers,
         hidden_size=12,
         num_attention_heads=6,

@@ -16,7 +16,7 @@ from lib.checkpoint.shapes import parameter_shapes
 from lib.layers.attention import attention_backend
 from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.parallel.groups import ParallelGroups
-from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, theirs
+from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qwen3, theirs
 
 PADDED = 384
 SEQ_LENGTH, BATCH = 24, 3
@@ -31,6 +31,11 @@ CONFIGURATIONS = {
     "llama all kv heads tied": llama(num_query_groups=4, tie_embeddings=True),
     "llama theta and epsilon": llama(rope_theta=10000.0, norm_epsilon=1e-5),
     "llama with biases": llama(bias=True, qkv_bias=True),
+    "qwen2": qwen2(),
+    "qwen2 one kv head tied": qwen2(num_query_groups=1, tie_embeddings=True),
+    "qwen3": qwen3(),
+    "qwen3 all kv heads, odd width": qwen3(num_query_groups=4, hidden_size=18, head_dim=8),
+    "qwen3 tied": qwen3(num_query_groups=1, tie_embeddings=True, rope_theta=10000.0),
 }
 
 
@@ -130,6 +135,7 @@ def test_same_loss_and_gradients(config):
         (gpt2(), {"activation_function": "gelu"}),
         (llama(), {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
         (llama(), {"rms_norm_eps": 1e-5}),
+        (qwen3(), {"rms_norm_eps": 1e-5}),
     ],
 )
 def test_a_wrong_detail_would_be_noticed(config, change):

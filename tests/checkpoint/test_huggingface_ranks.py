@@ -15,7 +15,7 @@ from lib.parallel.storage import cut_of
 from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
 from lib.pipeline.plan import stage_plan
-from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama
+from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qwen3
 from tests.checkpoint.test_huggingface_parity import BATCH, PADDED, SEQ_LENGTH, pair, tokens
 from tests.distributed import run_on_ranks
 from tests.model.models import join
@@ -26,6 +26,8 @@ CONFIGURATIONS = {
     "gpt2 untied": gpt2(**FOUR_HEADS, tie_embeddings=False),
     "llama": llama(),
     "llama one kv head, tied": llama(num_query_groups=1, tie_embeddings=True),
+    "qwen2": qwen2(),
+    "qwen3 one kv head": qwen3(num_query_groups=1),
 }
 
 

@@ -222,7 +222,7 @@ def test_the_file_is_deterministic_and_complete(make: Factory, tmp_path: Path) -
     assert list(content) == sorted(content)
     assert set(content) == {
         "model", "precision", "parallel", "optimizer", "schedule", "training", "checkpoint",
-        "data", "derived",
+        "data", "derived", "initial",
     }  # fmt: skip
     assert content["data"]["splits"]["train"] == {
         "documents": [0, 90],
@@ -240,6 +240,8 @@ def test_no_null_is_left_but_those_that_mean_something(make: Factory) -> None:
     nulls = [f"{s}.{key}" for s, keys in content.items() for key in keys if keys[key] is None]
     assert sorted(nulls) == [
         "checkpoint.keep_every",
+        "initial.folder",
+        "initial.sha256",
         "parallel.data",
         "parallel.data_shard",
         "parallel.layers_per_chunk",

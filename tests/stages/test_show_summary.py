@@ -64,6 +64,13 @@ def test_a_whole_run(project: Path) -> None:
         assert text in done.stdout
 
 
+def test_the_export_is_named_where_there_is_one(project: Path) -> None:
+    assert dict(read_figures())["export"] == "none (export.format)"
+    (project / "model_hf").mkdir()
+    (project / "model_hf" / "config.json").write_text("{}")
+    assert dict(read_figures())["export"].startswith("model_hf/")
+
+
 @pytest.mark.parametrize("name", ["loss", "validation_loss", "tokens_per_second"])
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_a_figure_of_a_step_that_went_wrong(project: Path, name: str, value: float | None) -> None:

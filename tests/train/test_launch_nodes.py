@@ -16,6 +16,7 @@ import pytest
 from tests.processes import wait_until
 from tests.train.toy import Toy
 
+QUICK = {"TOY_TORCHRUN": "1"}  # where torchrun itself plays no part
 CONTINUE = "run the same command again to continue"
 
 
@@ -46,11 +47,12 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[Toy]]]:
         count: int = 2,
         patience: float = 120,
         at: str = f"127.0.0.1:{port}",
+        **environment: str,
     ) -> list[Toy]:
         started = []
         for mode, size, rank in zip(modes, processes, ranks, strict=False):
             node = [str(count), str(rank), at, str(patience)]
-            started.append(Toy(tmp_path, [mode, str(size), "1", "60", *node], {}))
+            started.append(Toy(tmp_path, [mode, str(size), "1", "60", *node], environment))
         toys.extend(started)
         return started
 
@@ -75,13 +77,17 @@ def test_node_rank_decides_the_ranks(start: Callable[..., list[Toy]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "told", "number"),
-    [("train", 0, signal.SIGINT), ("together", 1, signal.SIGTERM)],
+    ("mode", "told", "number", "environment"),
+    [("train", 0, signal.SIGUSR1, QUICK), ("together", 1, signal.SIGTERM, {})],
 )
 def test_stop_on_one_node_saves_on_all(
-    start: Callable[..., list[Toy]], mode: str, told: int, number: int
+    start: Callable[..., list[Toy]],
+    mode: str,
+    told: int,
+    number: int,
+    environment: dict[str, str],
 ) -> None:
-    toys = start(mode, mode)
+    toys = start(mode, mode, **environment)
     for toy in toys:
         toy.wait_for_training(2)
     toys[told].process.send_signal(number)
@@ -99,7 +105,7 @@ def test_stop_on_one_node_saves_on_all(
 
 
 def test_users_error_on_one_node_is_one_line_on_each(start: Callable[..., list[Toy]]) -> None:
-    first, second = start("error_of_rank_1", "error_of_rank_1")
+    first, second = start("error_of_rank_1", "error_of_rank_1", **QUICK)
     text = "data/tokens: the index is missing; run tokenize_corpus"
     status, out, err = second.finish()
     assert (status, without_waiting(out), err) == (1, "", f"error: {text}\n")
@@ -109,7 +115,7 @@ def test_users_error_on_one_node_is_one_line_on_each(start: Callable[..., list[T
 
 
 def test_killed_launcher_ends_the_other_node(start: Callable[..., list[Toy]]) -> None:
-    first, second = start("train", "train")
+    first, second = start("train", "train", **QUICK)
     for toy in (first, second):
         toy.wait_for_training(2)
     second.process.kill()
@@ -121,11 +127,11 @@ def test_killed_launcher_ends_the_other_node(start: Callable[..., list[Toy]]) ->
         f"error: {loss}; saved iteration 7",
     ]
     wait_until(lambda: first.nobody_left() and second.nobody_left())
-    assert first.saved_by() == {".0": signal.SIGUSR1, ".1": signal.SIGTERM}
+    assert first.saved_by() == {".0": signal.SIGUSR1, ".1": signal.SIGUSR1}
 
 
 def test_killed_worker_is_named_on_both_nodes(start: Callable[..., list[Toy]]) -> None:
-    first, second = start("together", "together")
+    first, second = start("chained", "chained")
     first.wait_for_training(2)
     second.wait_for_training(2)[1].kill()
     cause = "rank 1 was ended by SIGKILL"

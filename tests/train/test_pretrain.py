@@ -1,18 +1,19 @@
-"""A worker's life through its own entry: resume, shrink and grow, changed inputs, two ranks."""
+"""A worker's life: resume, shrink and grow, changed inputs, failing saves, on one and two ranks."""
 
 import json
 import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from lib.config.run_config import RunConfig
 from tests.data.tiny_tokenizer import save_tiny
+from tests.distributed import run_on_ranks
 from tests.train.tiny_run import tiny_config, write_tokens
+from tests.train.worker_life import Life, live
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,7 @@ def project(tmp_path, monkeypatch):
 
 
 def configure(**changes):
-    prefix = Path("data/tokens/corpus_text_document")
+    prefix = Path.cwd() / "data" / "tokens" / "corpus_text_document"
     config = tiny_config(prefix, **({"checkpoint__save_interval": 2} | changes))
     Path("data/tokens/manifest.json").write_text(json.dumps(manifest(config)))
     Path("outputs").mkdir(exist_ok=True)
@@ -66,27 +67,11 @@ def manifest(config: RunConfig) -> dict[str, object]:
     }
 
 
-def start(**environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "stages.pretrain"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            "PYTHONPATH": str(ROOT),
-            "PATH": "/usr/bin:/bin",
-            "OMP_NUM_THREADS": "1",
-            "HOME": "/tmp",
-            **environment,
-        },
-    )
-
-
-def pretrain(status=0):
-    process = start()
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == status, out + err
-    return out + err
+def pretrain(ending="finished", ranks=1, **life):
+    """Lives a worker's life; gives its last words and all it said, as rank 0 has them."""
+    outcomes = run_on_ranks(ranks, live, Path.cwd(), Life(**life), timeout=300)
+    assert {(how, message) for how, message, _ in outcomes} == {(ending, outcomes[0][1])}, outcomes
+    return outcomes[0][1] + outcomes[0][2]
 
 
 def rows():
@@ -95,18 +80,25 @@ def rows():
     return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
 
 
+def column(name):
+    return [row[name] for row in rows()]
+
+
 def losses():
-    return [row["loss"] for row in rows()]
+    return column("loss")
 
 
 def weights():
     return Path("model/model.safetensors").read_bytes()
 
 
-def use(key, value):
-    text = Path("params.yaml").read_text()
-    (line,) = [line for line in text.splitlines() if line.startswith(f"  {key}:")]
-    Path("params.yaml").write_text(text.replace(line, f"  {key}: {value}"))
+def state():
+    (folder,) = Path("state").iterdir()
+    return folder
+
+
+def checkpoints():
+    return sorted(path.name for path in state().glob("iter_*"))
 
 
 def test_a_longer_a_shorter_and_again_a_longer_run(project):
@@ -118,7 +110,7 @@ def test_a_longer_a_shorter_and_again_a_longer_run(project):
     assert losses() == whole
     assert weights() == model
     configure(training__train_iters=6, schedule__decay_iters=12)
-    assert "continuing from iteration 6 of 6" in pretrain() or losses() == whole[:6]
+    assert "all 6 iterations were done" in pretrain()
     assert losses() == whole[:6]
     configure(training__train_iters=8, schedule__decay_iters=12)
     pretrain()
@@ -127,64 +119,99 @@ def test_a_longer_a_shorter_and_again_a_longer_run(project):
     configure(training__train_iters=10, schedule__decay_iters=12)
     out = pretrain()
     assert "continuing from iteration 8 of 10" in out
+    assert "differ" not in out
     assert losses()[:8] == whole
     assert len(losses()) == 10
 
 
 LAYOUTS = {
     "tensor": {"parallel__tensor": 2, "parallel__sequence": True},
+    "data": {"parallel__data": 2},
     "pipeline": {"parallel__pipeline": 2, "precision__compute": "fp16"},
 }
+OTHERS = [pytest.param(name, marks=pytest.mark.layouts) for name in ("data", "pipeline")]
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.layouts)])
+@pytest.mark.parametrize("layout", ["tensor", *OTHERS])
 def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project, layout):
-    """Random streams of each rank and the loss scale go on as they were."""
-    use("processes", 2)
+    """B44, B54, B56: a signal, rows of a kill, and a full disk on one rank change not one bit.
+
+    Random streams of each rank and the loss scale go on as they were, whether checkpoints are
+    written in the background or not.
+    """
     changes = {
         "training__train_iters": 40,
         "schedule__decay_iters": 40,
-        "checkpoint__save_interval": 4,
+        "checkpoint__save_interval": 8,
         "model__hidden_dropout": 0.1,
         "model__attention_dropout": 0.1,
     }
     configure(**changes, **LAYOUTS[layout])
-    pretrain()
+    pretrain(ranks=2, runtime={"background_save": False})
     whole, model = losses(), weights()
     Path("state").rename("state-left-alone")
-    process = start()
-    seen = threading.Event()
 
-    def watch():
-        for line in process.stdout:
-            if "saved iteration 4 " in line:
-                seen.set()
-        seen.set()
-
-    threading.Thread(target=watch, daemon=True).start()
-    assert seen.wait(60)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
-    stopped_at = len(losses())
-    assert 4 <= stopped_at < 40
-    out = pretrain()
+    stopped_at = stopped_by_a_signal()
+    assert 8 <= stopped_at < 40
+    with (state() / "history.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": stopped_at + 1, "loss": 9.0}))
+        file.write('\n{"kind": "tra')
+    saved, next_save = checkpoints(), stopped_at // 8 * 8 + 8
+    out = pretrain("refused", ranks=2, full_disk=(1, f"iter_{next_save:07d}"))
     assert f"continuing from iteration {stopped_at} of 40" in out
+    assert "No space left on device (rank 1)" in out
+    if next_save < 40:
+        assert f"saving iteration {next_save} failed; the run ends with this step" in out
+    assert checkpoints() == saved, "the last one stands, and nothing is left of the other"
+
+    assert f"continuing from iteration {stopped_at} of 40" in pretrain(ranks=2)
+    assert column("step") == [str(step) for step in range(1, 41)]
     assert losses() == whole
     assert weights() == model
 
 
+def stopped_by_a_signal():
+    """Two real workers under the launcher, told to stop once they have saved; steps they did."""
+    text = Path("params.yaml").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("  processes:")]
+    Path("params.yaml").write_text(text.replace(line, "  processes: 2"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stages.pretrain"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
+    )
+    seen = threading.Event()
+
+    def watch():
+        for line in process.stdout:
+            if "saved iteration 8 " in line:
+                seen.set()
+        seen.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert seen.wait(120)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 143
+    return len(losses())
+
+
+def test_b53_the_loss_scale_of_a_resumed_run_goes_on(project):
+    """The first steps of fp16 overflow, so scale and counters are on the move at the stop."""
+    configure(precision__compute="fp16", precision__initial_loss_scale=2.0**24)
+    pretrain()
+    whole, scales, model = losses(), column("loss_scale"), weights()
+    assert "1" in column("skipped")
+    assert len(set(scales)) > 1
+    Path("state").rename("state-left-alone")
+    pretrain("stopped", stop_after=3)
+    pretrain()
+    assert (losses(), column("loss_scale"), weights()) == (whole, scales, model)
+
+
 def test_a_model_is_not_published_under_code_that_did_not_train_it(project):
-    rarely = {"checkpoint__save_interval": 200}
-    configure(training__train_iters=400, schedule__decay_iters=400, **rarely)
-    process = start()
-    deadline = time.monotonic() + 60
-    while not Path("results/train.csv").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    (project / "lib" / "code.py").write_text("one = 2\n")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1, out
-    assert "the training code changed while the run was training" in err
-    assert "Traceback" not in err
+    out = pretrain("refused", edit_after=(3, "lib/code.py", "two = 2\n"))
+    assert "the training code changed while the run was training" in out
     assert not Path("model").exists()
     (project / "lib" / "code.py").write_text("one = 1\n")
     assert "nothing is left to train" in pretrain()
@@ -192,36 +219,46 @@ def test_a_model_is_not_published_under_code_that_did_not_train_it(project):
 
 
 def test_another_number_of_threads_is_said_at_a_resume(project):
-    configure(training__train_iters=4)
-    pretrain()
-    configure(training__train_iters=6)
-    use("threads", 2)
-    assert "not bit for bit the run that was interrupted: launch.threads was 1, is 2" in pretrain()
+    pretrain("stopped", stop_after=3)
+    out = pretrain(threads=2)
+    assert "not bit for bit the run that was interrupted: launch.threads was 1, is 2" in out
 
 
 def test_a_fresh_run_that_was_interrupted_continues(project):
-    configure(training__train_iters=4)
-    pretrain()
-    use("fresh", "true")
-    configure(training__train_iters=400, schedule__decay_iters=6)
-    process = start()
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        if Path("results/train.csv").exists() and len(losses()) > 4:
-            break
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
-    assert "launch.fresh is true: starting again" in out
-    configure(training__train_iters=len(losses()) + 2, schedule__decay_iters=6)
-    out = pretrain()
-    assert "continuing from iteration" in out
+    pretrain("stopped", stop_after=3)
+    fresh = {"fresh": True}
+    assert "starting again" in pretrain("stopped", stop_after=4, launch=fresh)
+    out = pretrain(launch=fresh)
+    assert "continuing from iteration 4 of 6" in out
     assert "starting again" not in out
+
+
+def test_a_checkpoint_says_all_that_a_run_is(project):
+    """And a history that tells another story than the checkpoint is noticed."""
+    config = configure(training__eval_interval=2, training__train_iters=4)
+    pretrain()
+    record = json.loads((state() / "iter_0000004" / "state.json").read_text())
+    scalars = record["scalars"]
+    assert RunConfig.model_validate(scalars["run_config"]) == config
+    assert scalars["data"] == {"consumed_samples": 32, "segment": 0}
+    assert scalars["progress"]["consumed_samples"] == 32
+    assert scalars["tokens_seen"] == 32 * 16
+    assert scalars["metrics"] == {"rows": 4 + 2}
+    assert scalars["optimizer_step"] == 4
+    assert {"python", "torch", "numpy"} <= scalars["versions"].keys()
+    assert scalars["git_commit"] is None  # this project is in no git work tree
+    assert scalars["arithmetic"]["runtime.attention"] == "auto"
+
+    history = state() / "history.jsonl"
+    lines = history.read_text().splitlines(keepends=True)
+    history.write_text("".join(lines[:-2]) + lines[-1].replace('"step": 4', '"step": 5'))
+    configure(training__eval_interval=2, training__train_iters=6)
+    out = pretrain()
+    assert "history.jsonl differ: last step 4 and 3; consumed samples 32 and 24" in out
+    assert "tokens seen 512 and 384; rows 6 and 5" in out
 
 
 def test_tokens_that_are_not_those_of_the_configuration_are_refused(project):
     changed = json.loads(Path("data/tokens/manifest.json").read_text()) | {"bin_sha256": "1"}
     Path("data/tokens/manifest.json").write_text(json.dumps(changed))
-    out = pretrain(status=1)
-    assert "sha256 of the .bin 1 instead of 0" in out
-    assert "Traceback" not in out
+    assert "sha256 of the .bin 1 instead of 0" in pretrain("refused")

@@ -1,12 +1,15 @@
 """A stand-in for stages/pretrain.py: parent mode launches, worker mode obeys its first argument.
 
 A toy of several nodes also gets how many there are, its number, where they meet and for how long
-it waits there.
+it waits there. By the environment: TOY_TORCHRUN=1 takes the stand-in for torchrun, which starts at
+once; TOY_SAVE_SECONDS is how long a save takes; TOY_LATE_RANKS name the ranks that begin late.
 
 Worker modes: ``done``, ``user_error``, ``crash`` (of rank 1), ``lose_a_peer`` (rank 1 is killed
-and rank 0 fails over it), ``train`` (until told to stop, then save), ``stuck`` (never looks at the
-flag), ``warn``, ``environment``; ``error_of_rank_1`` (the others wait for it);
-with torch, ``sum`` (adds up the ranks) and ``together`` (``train``, but all stop at one step).
+and rank 0 fails over it), ``train`` (until told to stop, then save), ``chained`` (``train``, but
+rank 0 fails when rank 1 is gone), ``last_step`` (told to stop, it is done), ``stuck`` (never looks
+at the flag), ``warn``, ``environment``;
+``error_of_rank_1`` (the others wait for it); with torch, ``sum`` (adds up the ranks) and
+``together`` (``train``, but all stop at one step).
 """
 
 import json
@@ -16,25 +19,42 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from lib.console import say, warn
 from lib.errors import UserError
-from lib.train.launch import LaunchOptions, launch
-from lib.train.nodes import ONE_NODE, Nodes
 from lib.train.signals import StopFlag
 from lib.train.worker import Stopped, is_worker, worker_device, worker_session
 
 RANK = os.environ.get("RANK", "")
+SAVE_SECONDS = float(os.environ.get("TOY_SAVE_SECONDS", "0.3"))
+LATE_SECONDS = 1.0
 
 
 def train(folder: Path, stop: StopFlag) -> None:
     (folder / f"training.{RANK}").write_text(str(os.getpid()))
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        if stop.requested:
-            time.sleep(0.5)  # a save takes its time
-            (folder / f"saved.{RANK}").write_text(str(stop.signal))
-            raise Stopped("saved iteration 7")
+    while not stop.requested and time.monotonic() < deadline:
         time.sleep(0.02)
+    time.sleep(SAVE_SECONDS)
+    (folder / f"saved.{RANK}").write_text(str(stop.signal))
+    raise Stopped("saved iteration 7")
+
+
+def be_done_when_told(folder: Path, stop: StopFlag) -> None:
+    (folder / f"training.{RANK}").write_text(str(os.getpid()))
+    while not stop.requested:
+        time.sleep(0.02)
+
+
+def train_chained(folder: Path, _stop: StopFlag) -> None:
+    (folder / f"training.{RANK}").write_text(str(os.getpid()))
+    other = folder / "training.1"
+    while RANK == "0" and not (other.exists() and other.read_text()):
+        time.sleep(0.02)
+    while RANK == "1" or psutil.pid_exists(int(other.read_text())):
+        time.sleep(0.02)
+    raise ConnectionError("connection closed by peer")
 
 
 def stay_deaf(folder: Path, _stop: StopFlag) -> None:
@@ -113,6 +133,8 @@ def note_environment(folder: Path, _stop: StopFlag) -> None:
 MODES = {
     "done": lambda _folder, _stop: None,
     "train": train,
+    "chained": train_chained,
+    "last_step": be_done_when_told,
     "stuck": stay_deaf,
     "user_error": break_a_users_rule,
     "crash": crash,
@@ -125,27 +147,35 @@ MODES = {
 }
 
 
-def main() -> None:
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    if is_worker():
-        with worker_session() as stop:
-            MODES[mode](folder, stop)
-        return
+def run_launcher() -> int:
+    import lib.train.launch as launcher  # not in workers: they start the sooner
+    from lib.train.nodes import ONE_NODE, Nodes
+
+    if "TOY_TORCHRUN" in os.environ:
+        launcher.TORCHRUN = "toy_torchrun"
     nodes, patience = ONE_NODE, 60.0
     if sys.argv[6:]:
         host, _, port = sys.argv[8].rpartition(":")
         nodes = Nodes(int(sys.argv[6]), int(sys.argv[7]), (host, int(port)))
         patience = float(sys.argv[9])
-    options = LaunchOptions(
+    options = launcher.LaunchOptions(
         device="cpu",
         processes=int(sys.argv[3]),
         threads=None if sys.argv[4] == "-" else int(sys.argv[4]),
         stop_timeout_s=float(sys.argv[5]),
-        log_dir=folder / "logs",
+        log_dir=Path(sys.argv[2]) / "logs",
         nodes=nodes,
         meeting_timeout_s=patience,
     )
-    sys.exit(launch("toy_stage", sys.argv[1:3], options))
+    return launcher.launch("toy_stage", sys.argv[1:3], options)
+
+
+def main() -> None:
+    if not is_worker():
+        sys.exit(run_launcher())
+    time.sleep(LATE_SECONDS * (RANK in os.environ.get("TOY_LATE_RANKS", "").split()))
+    with worker_session() as stop:
+        MODES[sys.argv[1]](Path(sys.argv[2]), stop)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,13 @@ import pytest
 from lib.atomic import sha256_of
 from lib.workflow.scratch import apply_preset, run_module, run_pipeline, scratch_copy
 
+# One worker, or each would make a project of its own.
+pytestmark = pytest.mark.xdist_group("project")
+
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = ["download_corpus", "prepare_tokenizer", "tokenize_corpus", "validate_config"]
-STAGES += ["pretrain", "evaluate"]
-TRAINED = ["validate_config", "pretrain", "evaluate"]
+STAGES += ["pretrain", "evaluate", "export_model"]
+TRAINED = ["validate_config", "pretrain", "evaluate", "export_model"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,9 @@ def test_life_of_a_project(
     set_params(project, "evaluate: {num_samples: 1}\n")
     assert run_pipeline(project).stages == ["evaluate"]
 
+    set_params(project, "export: {dtype: bf16}\n")
+    assert run_pipeline(project).stages == ["export_model"]
+
 
 def test_big_data_is_on_disk_once(project: Path, first_run: list[str]) -> None:
     """Outputs are hard links into DVC's cache."""
@@ -82,7 +88,7 @@ def test_compiled_code_is_no_change_and_a_comment_is(project: Path, first_run: l
     assert run_pipeline(project).stages == []
     with (project / "lib" / "train" / "loop.py").open("a") as file:
         file.write("# a comment\n")
-    assert run_pipeline(project).stages == ["pretrain", "evaluate"]
+    assert run_pipeline(project).stages == ["pretrain", "evaluate", "export_model"]
 
 
 def test_lost_output_comes_back_from_the_cache(project: Path, first_run: list[str]) -> None:

@@ -13,7 +13,7 @@ PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 def test_order_and_commands() -> None:
     """`exec` leaves no shell between DVC and the stage; -m keeps stages/ off the import path."""
     expected = ["download_corpus", "prepare_tokenizer", "tokenize_corpus", "validate_config"]
-    expected += ["pretrain", "evaluate"]
+    expected += ["pretrain", "evaluate", "export_model"]
     assert list(STAGES) == expected
     for name, stage in STAGES.items():
         assert stage["cmd"] == f"exec python -m stages.{name}"

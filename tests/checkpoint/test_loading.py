@@ -1,4 +1,4 @@
-"""Saving and loading on one rank: round trips, pointers, damage, tensors that do not fit."""
+"""Loading on one rank: round trips, pointers, damage, tensors that do not fit."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ import torch
 
 from lib.atomic import sha256_of
 from lib.checkpoint import directory as folders
-from lib.checkpoint import storage
+from lib.checkpoint import loading, saving
 from lib.errors import UserError
-from tests.checkpoint.saved import assert_is, blank, load, save
+from tests.checkpoint.saved import assert_is, blank, load, load_latest, save
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -19,10 +19,10 @@ POINTER = "latest_checkpointed_iteration.txt"
 def test_round_trip_is_exact_and_in_place(tmp_path):
     save(tmp_path, 3)
     tensors = blank()
-    storage_places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    assert storage.load_latest(tmp_path, tensors).iteration == 3
+    places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert load_latest(tmp_path, tensors).iteration == 3
     assert_is(tensors, 3)
-    assert storage_places == {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert places == {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def test_files_of_a_checkpoint(tmp_path):
@@ -40,8 +40,8 @@ def test_files_of_a_checkpoint(tmp_path):
 
 def test_parameters_are_filled_through_their_memory(tmp_path):
     source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    storage.save(tmp_path, 1, dict(source.named_parameters()), {}, 1)
-    storage.load_latest(tmp_path, {name: p.detach() for name, p in target.named_parameters()})
+    saving.save(tmp_path, 1, dict(source.named_parameters()), {}, 1)
+    load_latest(tmp_path, {name: p.detach() for name, p in target.named_parameters()})
     assert torch.equal(source.weight, target.weight)
     assert torch.equal(source.bias, target.bias)
 
@@ -60,9 +60,9 @@ def test_rotation_after_saves(tmp_path):
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):
     save(tmp_path, 4)
-    storage.save(tmp_path, 4, {"other": torch.ones(2)}, {}, 2)
+    saving.save(tmp_path, 4, {"other": torch.ones(2)}, {}, 2)
     target = {"other": torch.zeros(2)}
-    assert storage.load_latest(tmp_path, target).iteration == 4
+    assert load_latest(tmp_path, target).iteration == 4
     assert target["other"].tolist() == [1.0, 1.0]
 
 
@@ -158,7 +158,7 @@ def test_debris_is_removed_at_the_next_save(tmp_path):
 
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
     save(tmp_path, 1)
-    found = storage.find_latest(tmp_path)
+    found = loading.find_latest(tmp_path)
     for change, complaint in (
         ({"new": torch.zeros(2)}, "new is missing"),
         ({"model.weight": torch.zeros(5, 17)}, r"model.weight has shape \(17, 5\) instead"),
@@ -166,16 +166,16 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(tmp_path):
     ):
         tensors = blank() | change
         with pytest.raises(UserError, match=complaint):
-            storage.load_tensors(found, tensors)
+            loading.load_tensors(found, tensors)
         assert all(not tensor.any() for tensor in tensors.values())
     fewer = blank()
     del fewer["model.weight"]
     with pytest.raises(UserError, match=r"model\.weight has no place in this model"):
-        storage.load_tensors(found, fewer)
+        loading.load_tensors(found, fewer)
 
 
 def test_other_ranks_random_streams_need_no_place(tmp_path):
     save(tmp_path, 1)
     tensors = blank()
     del tensors["random.rank_00000.cpu"]
-    assert storage.load_latest(tmp_path, tensors).iteration == 1
+    assert load_latest(tmp_path, tensors).iteration == 1

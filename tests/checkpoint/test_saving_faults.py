@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from lib.atomic import sha256_of
 from lib.checkpoint import directory as folders
-from lib.checkpoint import storage
+from lib.checkpoint import saving, torch_files
 from lib.checkpoint.directory import FileRecord
 from lib.checkpoint.metadata import read_metadata
 from lib.errors import UserError
@@ -138,11 +139,33 @@ def test_a_file_size_limit_while_tensors_are_written(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(UserError, match=r"could not be saved: File too large; .*needed"):
-            storage.save(tmp_path, 2, large, {}, 2)
+            saving.save(tmp_path, 2, large, {}, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert snapshot(tmp_path) == before
     assert load(tmp_path) == 1
+
+
+def test_a_fault_of_any_writing_thread_is_heard(tmp_path, monkeypatch):
+    """torch's own writing threads would leave a hole in the checkpoint and say nothing."""
+    monkeypatch.setattr(torch_files, "_BYTES_PER_FILE", 1)
+    monkeypatch.setattr(saving, "file_threads", lambda: 3)
+    save(tmp_path, 1)
+    names = {path.name for path in (tmp_path / "iter_0000001").glob("*.distcp")}
+    assert names == {"__0_0.distcp", "__0_10.distcp", "__0_20.distcp"}
+    assert load(tmp_path) == 1
+    before, create = snapshot(tmp_path), FileSystem.create_stream
+    for ill in sorted(names):
+        monkeypatch.setattr(
+            FileSystem,
+            "create_stream",
+            lambda self, path, mode, ill=ill: (
+                full() if ill in str(path) else create(self, path, mode)
+            ),
+        )
+        with pytest.raises(UserError, match="No space left on device"):
+            save(tmp_path, 2)
+        assert snapshot(tmp_path) == before
 
 
 def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypatch):
@@ -157,10 +180,10 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypa
 
 def test_bytes_needed_bounds_what_is_written(tmp_path):
     tensors = {f"t{n}": torch.randn(100 + n, 7) for n in range(40)}
-    folder = storage.save(tmp_path, 1, tensors, {}, 1)
+    folder = saving.save(tmp_path, 1, tensors, {}, 1)
     written = sum(path.stat().st_size for path in folder.iterdir())
     payload = sum(tensor.numel() * 4 for tensor in tensors.values())
-    assert payload < written < storage.bytes_needed(tensors) < 2 * payload + 200_000
+    assert payload < written < saving.bytes_needed(tensors) < 2 * payload + 200_000
 
 
 def test_a_failed_save_over_an_existing_iteration_keeps_it(tmp_path, monkeypatch):

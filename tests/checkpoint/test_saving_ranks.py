@@ -2,7 +2,7 @@
 
 import torch
 
-from lib.checkpoint import storage
+from lib.checkpoint.as_model import read_parameters
 from tests.checkpoint import rank_work
 from tests.distributed import run_on_ranks
 
@@ -57,7 +57,7 @@ def test_stages_of_a_pipeline_save_and_load_what_each_holds(tmp_path):
         assert "model.0" not in rank["refused"]
     (alone,) = run_on_ranks(1, rank_work.load_both_stages, tmp_path)
     assert_same(alone, rank_work.both_stages())
-    whole = storage.read_model(
+    whole = read_parameters(
         tmp_path / "stages" / "iter_0000001",
         {"0.weight": (5, 3), "1.weight": (4, 3)},
     )

@@ -1,0 +1,68 @@
+"""Stage: writes the published model in the form that other programs load."""
+
+import json
+from pathlib import Path
+
+import click
+
+from lib.cli import stage_command
+from lib.config.operation import ExportConfig
+from lib.config.params_file import read_params
+from lib.console import say
+from lib.errors import UserError
+
+_MODEL = Path("model")
+_FIGURES = Path("results/train.json")
+_TOKENIZER = Path("data/tokenizer")
+
+
+@stage_command
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    default=_MODEL,
+    show_default=True,
+    help="Folder of a published model, or of a checkpoint: state/FINGERPRINT/iter_N.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("model_hf"),
+    show_default=True,
+    help="Folder to write; an export that is there is replaced.",
+)
+def main(params: Path, model: Path, output: Path) -> None:
+    r"""Writes a folder for AutoModelForCausalLM and AutoTokenizer of Hugging Face's transformers.
+
+    Models are GPT-2, Llama, Qwen2 or Qwen3, as their section model says; validate_config refuses
+    before training what none of them can express (or write export.format: none).
+
+    \b
+    Reads   model/, params.yaml (section export)
+            results/train.json              losses for the model's card
+    Writes  model_hf/                       weights, configuration, tokenizer, README.md
+    """
+    options = read_params(params).section("export", ExportConfig)
+    figures = read_figures(_FIGURES) if model == _MODEL else {}
+    from lib.checkpoint.export import export_model  # imports torch: seconds
+
+    say(export_model(model, output, options, figures, _TOKENIZER))
+
+
+def read_figures(path: Path) -> dict[str, object]:
+    """The figures that pretraining left.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); run: dvc repro pretrain") from None
+    if not isinstance(figures, dict):
+        raise UserError(f"{path}: no mapping of figures; run: dvc repro pretrain")
+    return figures
+
+
+if __name__ == "__main__":
+    main()
