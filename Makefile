@@ -53,7 +53,7 @@ test: setup ## runs the tests that need no GPU
 	@# Alone: beside other work, up to 8 ranks wait for each other's turn at every collective.
 	OMP_NUM_THREADS=1 python -m pytest -m "not layouts" tests/layouts
 
-test-layouts: setup ## compares every layout of up to 8 processes with one (over half an hour)
+test-layouts: setup ## compares every layout of up to 8 processes with one, and other long tests
 	python -m pytest -v tests/layouts
 	python -m pytest -v -m layouts --ignore tests/layouts
 

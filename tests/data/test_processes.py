@@ -61,7 +61,7 @@ def test_a_fault_of_ours_ends_the_process():
         pool.submit(0).result()
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.2])
 def test_killed_while_writing_a_result(delay):
     """A 128 MB result takes long to write: at some of these moments the kill cuts it."""
 

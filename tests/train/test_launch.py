@@ -103,7 +103,7 @@ def test_stop_signal_saves_on_every_rank(start: Callable[..., Toy], number: int)
     [
         ("torchrun", signal.SIGTERM),
         ("everyone", signal.SIGTERM),
-        ("everyone", signal.SIGUSR1),
+        pytest.param("everyone", signal.SIGUSR1, marks=pytest.mark.layouts),
     ],
 )
 def test_long_save_is_not_cut(start: Callable[..., Toy], whom: str, number: int) -> None:

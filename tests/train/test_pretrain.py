@@ -129,10 +129,10 @@ LAYOUTS = {
     "data": {"parallel__data": 2},
     "pipeline": {"parallel__pipeline": 2, "precision__compute": "fp16"},
 }
-OTHERS = [pytest.param(name, marks=pytest.mark.layouts) for name in ("data", "pipeline")]
 
 
-@pytest.mark.parametrize("layout", ["tensor", *OTHERS])
+@pytest.mark.layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_stopped_and_continued_end_as_if_left_alone(project, layout):
     """B44, B54, B56: a signal, rows of a kill, and a full disk on one rank change not one bit.
 
