@@ -172,7 +172,7 @@ class RunState:
         """Saves a checkpoint of the state after ``progress.iteration`` steps.
 
         Nothing is trained after the last save of a run and the save at a stop, so those are waited
-        for and need no copy of the state.
+        for.
         """
         parts = self._parts
         if self.state is not None:
