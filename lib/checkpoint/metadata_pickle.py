@@ -37,7 +37,7 @@ _CLASSES: dict[str, type] = {
 }
 # The layout and the memory format of every tensor that this project saves.
 _STRIDED = "torch.strided"
-_CONTIGUOUS = 0
+_CONTIGUOUS, _CONTIGUOUS_NAME = 0, "TORCH_CONTIGUOUS_FORMAT"
 
 
 class Refused(Exception):
@@ -194,14 +194,23 @@ def _memory_format(arguments: tuple[object, ...]) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def _member(arguments: tuple[object, ...]) -> torch.memory_format:
+    """An enum's member by its name, as Python 3.11.0 to 3.11.3 pickle it; others by its value."""
+    if arguments != (_MEMORY_FORMAT, _CONTIGUOUS_NAME):
+        raise Refused("asks for builtins.getattr, which is not allowed")
+    return torch.contiguous_format
+
+
 def _path(arguments: tuple[object, ...]) -> Path:
     return Path(*map(str, arguments))
 
 
+_MEMORY_FORMAT = _Called(_memory_format)
 _CALLS = {
+    "builtins.getattr": _Called(_member),
     "torch.Size": _Called(_size),
     "torch.serialization._get_layout": _Called(_layout),
-    f"{_METADATA}._MEM_FORMAT_ENCODING": _Called(_memory_format),
+    f"{_METADATA}._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
     "pathlib.PosixPath": _Called(_path),
     "pathlib._local.PosixPath": _Called(_path),
 }

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from lib.atomic import sha256_of
 from lib.checkpoint import directory as folders
@@ -227,6 +228,7 @@ CRAFTED = {
     "asks for a huge memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
     "imports by extension code": b"\x80\x02\x82\x01.",
     "reads outside": b"\x80\x04cos\nsystem\n(\x8c\x04true\x85R.",
+    "fetches an attribute": b"\x80\x04cbuiltins\ngetattr\n(ctorch\nSize\n\x8c\x05countt\x85R.",
     "holds only a number": b"\x80\x04K\x01.",
     "is no pickle": b"hello",
 }
@@ -300,6 +302,20 @@ def test_a_description_with_a_hole_is_refused(state):
     (newest(state) / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(Damaged, match="does not have all of"):
         read_metadata(newest(state))
+
+
+@pytest.mark.parametrize(
+    "reduced",
+    [
+        lambda member, _: (type(member), (member.value,)),
+        lambda member, _: (getattr, (type(member), member.name)),  # Python 3.11.0 to 3.11.3
+    ],
+)
+def test_a_checkpoint_is_read_however_python_pickles_an_enum(tmp_path, monkeypatch, reduced):
+    kind = type(next(iter(vars(dcp_metadata)["_MEM_FORMAT_ENCODING"])))
+    monkeypatch.setattr(kind, "__reduce_ex__", reduced)
+    save(tmp_path, NEW)
+    assert load(tmp_path) == NEW
 
 
 def test_scalars_that_are_none_are_named(state):
