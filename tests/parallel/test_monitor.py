@@ -51,6 +51,8 @@ class Watched:
         self.started = time.monotonic()
 
     def report(self, text):
+        if re.match(r"rank \d+ has not answered|no rank has made", text):
+            return  # by the pulse, which has tests of its own
         self.reports.append(text)
         self.times.append(time.monotonic() - self.started)
         if named := re.match(r"rank (\d+) has not come", text):
@@ -197,7 +199,6 @@ def test_the_fault_comes_before_the_collective():
 
 
 def late_on_rank():
-    """Rank 2 comes late to a second call."""
     watched = Watched(slow_s=0.4)
     all_reduce(torch.ones(2), watched.groups.world)
     before = watched.keys()
