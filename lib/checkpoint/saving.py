@@ -31,7 +31,6 @@ from lib.checkpoint.ranks import (
     rank_and_size,
     shared_hashes,
 )
-from lib.checkpoint.retention import Retention
 from lib.checkpoint.torch_files import SavedCopies, ThreadedWriter, alone_is_no_fault, reason_of
 from lib.errors import UserError
 
@@ -55,20 +54,6 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
     scalars: dict[str, object]
     copies: Mapping[str, Tensor] | None = None
-
-
-def save(
-    directory: Path,
-    iteration: int,
-    tensors: Mapping[str, Tensor],
-    scalars: dict[str, object],
-    keep_last: int,
-    keep_every: int | None = None,
-) -> Path:
-    """Saves one checkpoint and removes those that are no longer wanted; see `write_checkpoint`."""
-    folder = write_checkpoint(directory, Snapshot(iteration, tensors, scalars))
-    Retention(keep_last, keep_every).apply(directory, iteration)
-    return folder
 
 
 def write_checkpoint(

@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 from lib.checkpoint.export import export_model
 from lib.checkpoint.published import publish_model
-from lib.checkpoint.saving import save
 from lib.config.operation import ExportConfig, RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.data.tokenizer import save_tokenizer
 from lib.parallel.mesh import build_mesh, groups_of
 from lib.train.model_setup import build_sharded_model
 from tests.checkpoint.examples import run_config
+from tests.checkpoint.saved import save_tensors as save
 
 FINGERPRINT, COMMIT = "ab" * 16, "c0ffee"
 

@@ -21,7 +21,7 @@ from lib.checkpoint.background import Saver
 from lib.checkpoint.metadata import read_metadata
 from lib.checkpoint.retention import Retention
 from lib.errors import UserError
-from tests.checkpoint.saved import load_latest
+from tests.checkpoint.saved import load_latest, save_tensors
 from tests.train.tiny_run import build_tiny, tiny_config, write_tokens
 
 CREATE_STREAM = "torch.distributed.checkpoint.filesystem.FileSystem.create_stream"
@@ -73,7 +73,7 @@ def whole(tensors):
 def checkpoint(directory, iteration, model, optimizer, keep_last=2):
     tensors = state.training_tensors(model.named_parameters(), optimizer)
     scalars = {"iteration": iteration} | state.optimizer_scalars(optimizer)
-    return saving.save(directory, iteration, tensors, scalars, keep_last)
+    return save_tensors(directory, iteration, tensors, scalars, keep_last)
 
 
 def resume(directory, model, optimizer):
@@ -132,7 +132,7 @@ def random_streams(directory):
     torch.manual_seed(1000 + rank)
     torch.randn(10 + rank)
     saved = state.random_streams(rank, torch.device("cpu"))
-    saving.save(directory / "random", 1, saved, {}, 1)
+    save_tensors(directory / "random", 1, saved, {}, 1)
     drawn = torch.randn(4)
     torch.manual_seed(5)
     streams = {
@@ -159,7 +159,7 @@ def stages(directory):
     """Each rank holds one of two tensors; then nobody wants the second one."""
     own = list(both_stages().items())[dist.get_rank()]
     tensors = dict([own])
-    saving.save(directory / "stages", 1, tensors, {}, 1)
+    save_tensors(directory / "stages", 1, tensors, {}, 1)
     blank = {name: torch.zeros_like(each) for name, each in tensors.items()}
     load_latest(directory / "stages", blank)
     found = loading.find_latest(directory / "stages")
@@ -182,7 +182,7 @@ def faults(directory):
     state_directory = directory / "faults"
     tensors = {"plain": torch.arange(6.0)}
     for iteration in (1, 2):
-        saving.save(state_directory, iteration, tensors, {"n": iteration}, 5)
+        save_tensors(state_directory, iteration, tensors, {"n": iteration}, 5)
     dist.barrier()
     if dist.get_rank() == 0:
         (state_directory / "iter_0000002" / "__0_0.distcp").write_bytes(b"spoilt")
@@ -192,7 +192,7 @@ def faults(directory):
         unreadable = complaint(load_latest, state_directory, tensors)
     mine = {f"random.rank_{dist.get_rank():05d}.cpu": torch.zeros(4)}
     with unable_on_rank_one(CREATE_STREAM, errno.ENOSPC):
-        full = complaint(saving.save, state_directory, 3, tensors | mine, {}, 5)
+        full = complaint(save_tensors, state_directory, 3, tensors | mine, {}, 5)
     dist.barrier()
     left = sorted(path.name for path in state_directory.iterdir())
     ill = {"plain": torch.zeros(6 + dist.get_rank())}
@@ -277,7 +277,7 @@ def bytes_of_two_copies(directory):
         parts = build_tiny(config.to_json())
         tensors = state.training_tensors(parts.model.own_parameters().items(), parts.optimizer)
         parts.batches.close()
-        folder = saving.save(directory / name, 1, tensors, {}, 1)
+        folder = save_tensors(directory / name, 1, tensors, {}, 1)
         written = sum(path.stat().st_size for path in Path(folder).glob("*.distcp"))
         payload = sum(each.numel() * each.element_size() for each in tensors.values())
         entries = read_metadata(folder).state_dict_metadata

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lib.checkpoint.background import Saver
 from lib.checkpoint.retention import Retention
-from lib.checkpoint.saving import save
 from lib.checkpoint.state import optimizer_scalars, random_streams, training_tensors
 from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
@@ -25,6 +24,7 @@ from lib.train.run_state import RunState
 from lib.train.setup import TrainingParts, build_training
 from lib.train.step import Progress, train_step
 from tests.checkpoint.reshard_layouts import AFTER, BEFORE, Course, End, Saved
+from tests.checkpoint.saved import save_tensors as save
 
 _CPU = torch.device("cpu")
 _KINDS = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")

@@ -4,7 +4,8 @@ import torch
 
 from lib.atomic import sha256_of
 from lib.checkpoint.loading import find_latest, load_tensors
-from lib.checkpoint.saving import save as save_tensors
+from lib.checkpoint.retention import Retention
+from lib.checkpoint.saving import Snapshot, write_checkpoint
 
 
 def example(seed):
@@ -22,6 +23,13 @@ def example(seed):
 
 def blank():
     return {name: torch.zeros_like(tensor) for name, tensor in example(0).items()}
+
+
+def save_tensors(directory, iteration, tensors, scalars, keep_last, keep_every=None):
+    """What a saver does for one checkpoint, in the foreground."""
+    folder = write_checkpoint(directory, Snapshot(iteration, tensors, scalars))
+    Retention(keep_last, keep_every).apply(directory, iteration)
+    return folder
 
 
 def save(directory, *iterations, keep_last=9, keep_every=None):

@@ -20,7 +20,6 @@ from lib.checkpoint.inspect import (
 )
 from lib.checkpoint.inspect_tables import layout_text, size_text, value_text
 from lib.checkpoint.resume import ResumePolicy, open_state
-from lib.checkpoint.saving import save
 from lib.config.params_file import editable_yaml, parse_params
 from lib.config.run_config import Params, resolve
 from lib.errors import UserError
@@ -28,6 +27,7 @@ from stages.inspect_checkpoint import main
 from tests.checkpoint.examples import run_config
 from tests.checkpoint.saved import example
 from tests.checkpoint.saved import save as save_example
+from tests.checkpoint.saved import save_tensors as save
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = {"tensor": 2, "pipeline": 1, "virtual_stages": 1, "data": 2, "data_shard": 2}

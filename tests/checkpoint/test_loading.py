@@ -9,9 +9,9 @@ import torch
 
 from lib.atomic import sha256_of
 from lib.checkpoint import directory as folders
-from lib.checkpoint import loading, saving
+from lib.checkpoint import loading
 from lib.errors import UserError
-from tests.checkpoint.saved import assert_is, blank, load, load_latest, save
+from tests.checkpoint.saved import assert_is, blank, load, load_latest, save, save_tensors
 
 POINTER = "latest_checkpointed_iteration.txt"
 
@@ -40,7 +40,7 @@ def test_files_of_a_checkpoint(tmp_path):
 
 def test_parameters_are_filled_through_their_memory(tmp_path):
     source, target = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    saving.save(tmp_path, 1, dict(source.named_parameters()), {}, 1)
+    save_tensors(tmp_path, 1, dict(source.named_parameters()), {}, 1)
     load_latest(tmp_path, {name: p.detach() for name, p in target.named_parameters()})
     assert torch.equal(source.weight, target.weight)
     assert torch.equal(source.bias, target.bias)
@@ -60,7 +60,7 @@ def test_rotation_after_saves(tmp_path):
 
 def test_saving_an_iteration_again_replaces_it(tmp_path):
     save(tmp_path, 4)
-    saving.save(tmp_path, 4, {"other": torch.ones(2)}, {}, 2)
+    save_tensors(tmp_path, 4, {"other": torch.ones(2)}, {}, 2)
     target = {"other": torch.zeros(2)}
     assert load_latest(tmp_path, target).iteration == 4
     assert target["other"].tolist() == [1.0, 1.0]

@@ -21,7 +21,7 @@ from lib.checkpoint import saving, torch_files
 from lib.checkpoint.directory import FileRecord
 from lib.checkpoint.metadata import read_metadata
 from lib.errors import UserError
-from tests.checkpoint.saved import example, load, save, snapshot
+from tests.checkpoint.saved import example, load, save, save_tensors, snapshot
 
 
 class Exploit:
@@ -139,7 +139,7 @@ def test_a_file_size_limit_while_tensors_are_written(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(UserError, match=r"could not be saved: File too large; .*needed"):
-            saving.save(tmp_path, 2, large, {}, 2)
+            save_tensors(tmp_path, 2, large, {}, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert snapshot(tmp_path) == before
@@ -180,7 +180,7 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypa
 
 def test_bytes_needed_bounds_what_is_written(tmp_path):
     tensors = {f"t{n}": torch.randn(100 + n, 7) for n in range(40)}
-    folder = saving.save(tmp_path, 1, tensors, {}, 1)
+    folder = save_tensors(tmp_path, 1, tensors, {}, 1)
     written = sum(path.stat().st_size for path in folder.iterdir())
     payload = sum(tensor.numel() * 4 for tensor in tensors.values())
     assert payload < written < saving.bytes_needed(tensors) < 2 * payload + 200_000
