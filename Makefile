@@ -65,6 +65,7 @@ torture: setup ## kills a training KILLS=100 times at random, spoils its disk; c
 	@exec $(GUARD) python -m stages.torture_run --kills $(KILLS) --faults
 
 bench: setup ## measures how fast this machine tokenises, trains, saves and loads
+	@python -m stages.measure_tokenizing
 	@python -m stages.measure_speed
 	@python -m stages.measure_checkpoint
 

@@ -63,12 +63,26 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for file in sorted(partial.rglob("*")):
-            sync_file(file)
-        sync_file(partial)
+        _sync_folder(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    _replace_folder(partial, path)
+
+
+def publish_directory(partial: Path, path: Path) -> None:
+    """Makes a finished folder ``path`` once all of it is on the disk; replaces one there."""
+    _sync_folder(partial)
+    _replace_folder(partial, path)
+
+
+def _sync_folder(folder: Path) -> None:
+    for file in sorted(folder.rglob("*")):
+        sync_file(file)
+    sync_file(folder)
+
+
+def _replace_folder(partial: Path, path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
     partial.rename(path)

@@ -73,20 +73,41 @@ class Counter:
         self.total = total
         self.unit = unit
         self.done = 0
+        self._before = 0
+        self._more: dict[str, float] = {}
         self._started = time.monotonic()
         self._last_line = self._started
         self._bar: tuple[Progress, TaskID] | None = None
 
     def show_as_bar(self, bar: Progress) -> None:
         """Draws this counter in ``bar`` from now on."""
-        self._bar = (bar, bar.add_task(self.description, total=self.total, unit=self.unit))
+        self._bar = (
+            bar,
+            bar.add_task(self.description, total=self.total, unit=self.unit, rates=""),
+        )
 
-    def advance(self, amount: int = 1) -> None:
-        """Adds ``amount`` units of finished work."""
-        self.done += amount
+    def begin_at(self, amount: int) -> None:
+        """Starts with ``amount`` units done before, which count for no rate."""
+        self.done = self._before = amount
+        self._started = time.monotonic()
         if self._bar is not None:
             bar, task = self._bar
-            bar.advance(task, amount)
+            bar.reset(task, completed=amount)
+
+    def advance(self, amount: int = 1, **more: float) -> None:
+        """Adds ``amount`` units of finished work.
+
+        Args:
+            amount: how many units.
+            more: other amounts that the same work was, by their units, such as ``tokens=512``;
+                their rates are shown too.
+        """
+        self.done += amount
+        for unit, value in more.items():
+            self._more[unit] = self._more.get(unit, 0.0) + value
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, advance=amount, rates=", ".join(self._rates()))
             return
         now = time.monotonic()
         if now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -95,15 +116,26 @@ class Counter:
 
     def line(self) -> str:
         """The state as a plain line: done, total, rate and time left."""
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rate = self.done / seconds
+        rate = (self.done - self._before) / self._seconds()
         text = f"{self.description}: {self.done:,}"
         if self.total:
             text += f" of {self.total:,}"
-        text += f" {self.unit}, {rate:,.0f} {self.unit}/s"
+        text += ", ".join([f" {self.unit}", f"{rate:,.0f} {self.unit}/s", *self._rates()])
         if self.total and rate > 0 and self.done < self.total:
             text += f", {(self.total - self.done) / rate:.0f} s left"
         return text
+
+    def _rates(self) -> list[str]:
+        """The rates of the other amounts."""
+        seconds = self._seconds()
+        rates = {unit: amount / seconds for unit, amount in self._more.items()}
+        return [
+            f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.1f} {unit}/s"
+            for unit, rate in rates.items()
+        ]
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._started, 1e-9)
 
 
 @contextmanager
@@ -135,7 +167,7 @@ def bar_on_terminal(description: str, total: int, unit: str) -> Iterator[Callabl
         yield lambda _amount: None
         return
     with _bar(sys.stdout) as bar:
-        task = bar.add_task(description, total=total, unit=unit)
+        task = bar.add_task(description, total=total, unit=unit, rates="")
         yield lambda amount: bar.advance(task, amount)
 
 
@@ -145,7 +177,7 @@ def _bar(stream: TextIO) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
+        TextColumn("{task.fields[unit]} {task.fields[rates]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -11,15 +11,10 @@ from lib.config.operation import CONFIG_SECTIONS
 from lib.config.params_file import ParamsFile, parse_params, read_params, read_params_sections
 from lib.config.presets import conflicts, merge_preset, preset_path, read_preset, to_text
 from lib.console import say
-from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
+from lib.data.options import DATA_SECTIONS
 from lib.errors import InvalidParams, UserError
 
-ALL_SECTIONS = {
-    "corpus": CorpusOptions,
-    "tokenizer": TokenizerOptions,
-    "tokens": TokensOptions,
-    **CONFIG_SECTIONS,
-}
+ALL_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
 
 
 @stage_command
@@ -32,9 +27,10 @@ ALL_SECTIONS = {
 def main(params: Path, name: str, output: Path | None) -> None:
     """Sets the keys of preset NAME (params/NAME.yaml) in params.yaml.
 
-    Prints each key, old and new. All other keys and all comments stay as they are. A key that you
-    have changed since the last commit, to another value than the preset's, is not overwritten:
-    the command names it and changes nothing.
+    Prints each key, old and new. All other keys and all comments stay as they are; but where a
+    preset has the section corpora, it says which corpora there are, and takes the place of others.
+    What you have changed since the last commit, to another value than the preset's, is not
+    overwritten: the command names it and changes nothing.
     """
     params_file = read_params(params)
     preset = read_preset(preset_path(params.parent / "params", name), ALL_SECTIONS)

@@ -7,6 +7,7 @@ models do not need it; continuing or extending a run does.
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,8 +15,9 @@ import psutil
 
 from lib.atomic import PARTIAL_SUFFIX
 from lib.checkpoint.directory import iterations
+from lib.checkpoint.fingerprint import fingerprint
 from lib.checkpoint.lock import lock
-from lib.checkpoint.resume import RECORD, state_path
+from lib.checkpoint.resume import RECORD
 from lib.cli import plain_command
 from lib.config.project import state_root
 from lib.config.run_config import RunConfig
@@ -51,9 +53,7 @@ def main(root: Path | None, everything: bool) -> None:
     the beginning. A state that a running training holds is kept in any case.
     """
     root = state_root() if root is None else root
-    present = None
-    if not everything and RUN_CONFIG.exists():
-        present = state_path(root, RunConfig.load(RUN_CONFIG)).name
+    present = [] if everything or not RUN_CONFIG.exists() else names_of(RunConfig.load(RUN_CONFIG))
     names = sorted(path.name for path in root.glob("*") if path.is_dir())
     states = [name for name in names if _STATE.fullmatch(name)]
     kept = 0
@@ -69,7 +69,14 @@ def main(root: Path | None, everything: bool) -> None:
         say("python -m stages.clean_state --all removes these too, unless a training holds them")
 
 
-def _remove(state: Path, present: str | None, *, everything: bool) -> str | None:
+def names_of(config: RunConfig) -> list[str]:
+    """The names of a run's state and of those without its later phases, where it may begin."""
+    phases = len(config.data.phases)
+    runs = [config, *(config.before_phase(index) for index in range(1, phases))]
+    return [fingerprint(run) for run in runs]
+
+
+def _remove(state: Path, present: Sequence[str], *, everything: bool) -> str | None:
     """Removes a state, or gives the reason why it stays."""
     found = _STATE.fullmatch(state.name)
     assert found is not None
@@ -87,15 +94,16 @@ def _remove(state: Path, present: str | None, *, everything: bool) -> str | None
         return str(in_use)
 
 
-def reason_to_keep(state: Path, present: str | None) -> str | None:
+def reason_to_keep(state: Path, present: Sequence[str]) -> str | None:
     """Why a state that was not superseded should stay; None if it may go.
 
     Args:
         state: its folder, locked.
-        present: name of the state of the present run configuration, if there is one.
+        present: names of the states that the present run configuration can go on from, if there
+            is one.
     """
-    if state.name == present:
-        return f"it is that of {RUN_CONFIG}"
+    if state.name in present:
+        return f"it is that of {RUN_CONFIG}{'' if state.name == present[0] else ' before a phase'}"
     try:
         is_finished = json.loads((state / RECORD).read_bytes())["finished"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -101,7 +101,8 @@ def _require_that_it_fits(run: Params, layouts: list[ParallelConfig]) -> None:
     """Refuses a model or a batch that one of the layouts cannot divide, before ranks start."""
     for layout in layouts:
         sections = {"model": run.model, "parallel": layout, "training": run.training}
-        if problems := broken_rules(sections | {"vocab_size": VOCABULARY}):
+        sections |= {"data": run.data, "corpora": run.corpora, "vocab_size": VOCABULARY}
+        if problems := broken_rules(sections):
             raise InvalidParams(problems)
         layout_for(replace(run, parallel=layout), processes_of(layout))
 
@@ -113,16 +114,16 @@ def _compare(
     options: tuple[int, Precision, Literal["cpu", "cuda"]],
 ) -> list[str]:
     """Runs all layouts and shows the table; gives the names of those that differ."""
-    from lib.train.comparison import compare, facts_of, random_corpus, run_layout, with_layout
+    from lib.train.comparison import compare, run_layout, with_layout
+    from lib.train.random_tokens import random_tokens
 
     steps, precision, device = options
     numbers, tensors = TOLERANCES[precision]
     rows: list[tuple[str, ...]] = []
     differing: list[str] = []
     with tempfile.TemporaryDirectory(prefix="compare-layouts-") as folder:
-        tokens = 4 * steps * run.training.global_batch_size * (run.training.seq_length + 1)
-        prefix = random_corpus(Path(folder), VOCABULARY, tokens // 60 + 100)
-        facts = facts_of(prefix, VOCABULARY, run.training.split, run.training.seq_length)
+        tokens = 4 * steps * run.training.global_batch_size * (run.longest_seq_length + 1)
+        facts = random_tokens(Path(folder), run, VOCABULARY, tokens // 60 + 100)
         config = resolve(run, facts)
         reference = run_layout(config, RuntimeConfig(), 1, steps, device)
         for layout in layouts:

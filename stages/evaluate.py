@@ -23,8 +23,10 @@ from lib.console import progress, say, table
 def main(params: Path, model: Path) -> None:
     r"""Measures loss, perplexity and bits per byte, and generates samples.
 
+    The corpora of data.validation are measured, each by itself and all together per token.
+
     \b
-    Reads   model/, data/tokens, params.yaml (section evaluate)
+    Reads   model/, data/tokens, the pairs of data.imported, params.yaml (section evaluate)
     Writes  results/evaluate.json           figures
             results/loss_by_position.csv    loss by tokens of context, for a plot
             results/samples.md              the generated texts
@@ -33,19 +35,18 @@ def main(params: Path, model: Path) -> None:
     from lib.evaluate import evaluation  # imports torch: seconds
 
     evaluated = evaluation.load_model(model)
-    windows, num_samples = evaluation.open_split(
-        evaluated, Path(evaluated.config.data.prefix), options
-    )
-    tokens = num_samples * windows.seq_length
-    with progress(f"measuring the {options.split} split", tokens, "tokens") as counter:
-        loss = evaluation.held_out_loss(evaluated, windows, num_samples, counter.advance)
+    sets = evaluation.open_sets(evaluated, options)
+    samples = sum(each.num_samples for each in sets)
+    with progress(f"measuring the {options.split} split", samples, "samples") as counter:
+        losses = evaluation.held_out_losses(evaluated, sets, counter.advance)
     total = options.num_samples * options.max_new_tokens
     with progress("generating samples", total, "tokens") as counter:
         texts = evaluation.generate_texts(evaluated, options, counter.advance)
-    figures = evaluation.metrics(evaluated, loss, texts, options)
+    figures = evaluation.metrics(evaluated, losses, texts, options)
     results = Path("results")
     page = evaluation.samples_markdown(texts, figures)
-    write_text_atomically(results / "loss_by_position.csv", evaluation.loss_by_position_csv(loss))
+    by_position = evaluation.loss_by_position_csv(evaluation.added_up(losses))
+    write_text_atomically(results / "loss_by_position.csv", by_position)
     write_text_atomically(results / "samples.md", page)
     write_text_atomically(results / "evaluate.json", json.dumps(figures, indent=2) + "\n")
     say(page)

@@ -13,15 +13,10 @@ from lib.config.operation import CONFIG_SECTIONS
 from lib.config.params_file import ParamsFile, parse_params, read_params, read_params_sections
 from lib.config.presets import merge_preset, to_text
 from lib.console import say
-from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
+from lib.data.options import DATA_SECTIONS
 from lib.errors import UserError
 
-ALL_SECTIONS = {
-    "corpus": CorpusOptions,
-    "tokenizer": TokenizerOptions,
-    "tokens": TokensOptions,
-    **CONFIG_SECTIONS,
-}
+ALL_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
 DATA_TOKENIZER = Path("data/tokenizer")
 # The run's own choice: it depends on how the model is laid over processes.
 _NOT_WRITTEN = "vocab_size_multiple"

@@ -47,9 +47,10 @@ from lib.checkpoint.inspect_tables import (
     verdict_text,
 )
 from lib.cli import plain_command
+from lib.config.data_facts import DataFacts
 from lib.config.params_file import ParamsFile, read_params
 from lib.config.project import stage_code
-from lib.config.run_config import DataFacts, RunConfig
+from lib.config.run_config import RunConfig
 from lib.config.schema import TrainingSection
 from lib.console import say, table
 from lib.errors import UserError
@@ -194,7 +195,8 @@ def _preview(path: Path, params_file: ParamsFile, *, hashed: bool, as_json: bool
 
 def _show_preview(found: LoadPreview, code: str) -> None:
     if found.another_run:
-        say(f"another run, state {found.fingerprint}: it starts fresh and leaves this one alone")
+        fate = found.length or "it starts fresh and leaves this one alone"
+        say(f"another run, state {found.fingerprint}: {fate}")
         _table("what makes it another run", change_rows(found.another_run))
     else:
         say(f"the same run, state {found.fingerprint}: it continues; {found.length}")
@@ -211,7 +213,7 @@ def _show_preview(found: LoadPreview, code: str) -> None:
 
 
 def _present_data(params_file: ParamsFile) -> DataFacts | None:
-    """The tokenised corpus as ``validate_config`` last saw it, if it was cut as the file says."""
+    """The corpora as ``validate_config`` last saw them, if they were cut as the file says."""
     if not RUN_CONFIG.exists():
         return None
     config, wanted = RunConfig.load(RUN_CONFIG), params_file.section("training", TrainingSection)

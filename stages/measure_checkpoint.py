@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from lib.cli import stage_command
+from lib.config.data_section import DataSection
 from lib.config.launch_plan import choose_device, layout_for, process_count
 from lib.config.operation import CONFIG_SECTIONS, LaunchConfig, RuntimeConfig
 from lib.config.params_file import read_params
@@ -27,7 +28,7 @@ from lib.config.rules import broken_rules
 from lib.config.run_config import Params, RunConfig, resolve
 from lib.config.schema import ModelSection, ScheduleSection, TrainingSection
 from lib.console import say, table
-from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
+from lib.data.options import DATA_SECTIONS, TokenizerOptions
 from lib.errors import InvalidParams
 from lib.train.hardware import choose_threads, cuda_device_names
 
@@ -39,11 +40,7 @@ GPU_PRESET = "llama_1.4b_4gpu"
 STEPS = 5
 _HEAD_DIM = 64
 _SECONDS = 3600.0
-_SECTIONS = CONFIG_SECTIONS | {
-    "corpus": CorpusOptions,
-    "tokenizer": TokenizerOptions,
-    "tokens": TokensOptions,
-}
+_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
 
 
 @dataclass(frozen=True)
@@ -157,6 +154,8 @@ def _short_run(params: Params, sizes: dict[str, int], copies: int) -> Params:
     )
     return replace(
         params,
+        data=DataSection(),
+        corpora=("random",),
         model=ModelSection.model_validate(model.model_dump() | sizes),
         schedule=ScheduleSection(decay="constant"),
         training=training,
@@ -213,14 +212,12 @@ def _prepared(plan: Plan, folder: Path) -> RunConfig:
     """The run on random tokens, written to the folder; looks whether the disk has room."""
     from lib.checkpoint.saving import require_space
     from lib.checkpoint.shapes import parameter_shapes
-    from lib.train.comparison import facts_of, random_corpus
+    from lib.train.random_tokens import random_tokens
     from lib.workflow.checkpoint_speed import COPIES_ON_DISK
 
     run, vocab_size = plan.run, plan.vocab_size
     documents = 200 + run.training.seq_length  # of 70 tokens on average
-    prefix = random_corpus(folder, vocab_size, documents)
-    facts = facts_of(prefix, vocab_size, run.training.split, run.training.seq_length)
-    config = resolve(run, facts)
+    config = resolve(run, random_tokens(folder, run, vocab_size, documents))
     shapes = parameter_shapes(config.model, config.derived.padded_vocab_size).values()
     each = 8 if run.precision.compute == "fp64" else 4
     weights = sum(math.prod(shape) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Command: measures this machine's speed at the two long jobs, beside what one could do plainly.
+"""Command: measures this machine's speed at training, beside what one could do plainly.
 
 Figures of shared or throttled machines drift from minute to minute; the ratios, taken turn by
 turn in one process, are what to compare.
@@ -15,24 +15,19 @@ from lib.cli import stage_command
 from lib.config.params_file import read_params
 from lib.config.run_config import Params, resolve_model
 from lib.console import table
-from lib.errors import UserError
-from lib.train.hardware import cpu_name, usable_cores
+from lib.train.hardware import cpu_name
 
 VOCABULARY = 4096
 
 
 @stage_command
 @click.option("--rounds", default=5, show_default=True, help="Measurements of each kind.")
-@click.option("--megabytes", default=8.0, show_default=True, help="Text to tokenise, MB.")
-def main(params: Path, rounds: int, megabytes: float) -> None:
-    """Measures tokenising and training with the parameters of params.yaml.
+def main(params: Path, rounds: int) -> None:
+    """Measures training with the parameters of params.yaml, beside a plain torch loop.
 
-    Tokenising is compared with the tokenizers library alone on the same text in memory, training
-    with a plain torch loop over the same model. Tokenising needs data/raw and data/tokenizer
-    (dvc repro prepare_tokenizer).
+    Both train the same model on random tokens.
     """
     sections = Params.from_file(read_params(params))
-    table(f"tokenising on {usable_cores()} cores", measure_tokenising(rounds, megabytes))
     table("training", measure_training(sections, rounds))
 
 
@@ -46,42 +41,6 @@ def medians(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
             if number:
                 seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def measure_tokenising(rounds: int, megabytes: float) -> list[tuple[str, str]]:
-    """Text to ids: our way and the library's, in MB/s.
-
-    Raises:
-        UserError: there is no corpus or no tokenizer yet.
-    """
-    from lib.data.shards import iter_raw_documents
-    from lib.data.tokenizer import load_tokenizer
-
-    raw, folder = Path("data/raw"), Path("data/tokenizer")
-    if not (raw / "manifest.json").is_file() or not (folder / "tokenizer.json").is_file():
-        raise UserError("data/raw or data/tokenizer is not there; run: dvc repro prepare_tokenizer")
-    tokenizer = load_tokenizer(folder)
-    texts: list[str] = []
-    size = 0
-    for document in iter_raw_documents(raw):
-        texts.append(document.text)
-        size += len(document.text.encode())
-        if size >= megabytes * 1e6:
-            break
-    backend = tokenizer.backend
-    took = medians(
-        {
-            "ours": lambda: sum(ids.size for ids in tokenizer.encode_many(texts)),
-            "library": lambda: backend.encode_batch_fast(texts, add_special_tokens=False),
-        },
-        rounds,
-    )
-    return [
-        ("text", f"{size / 1e6:.1f} MB in {len(texts):,} documents"),
-        ("Drydock", f"{size / 1e6 / took['ours']:.2f} MB/s"),
-        ("tokenizers alone", f"{size / 1e6 / took['library']:.2f} MB/s"),
-        ("ratio", f"{took['library'] / took['ours']:.3f}"),
-    ]
 
 
 def measure_training(sections: Params, rounds: int) -> list[tuple[str, str]]:

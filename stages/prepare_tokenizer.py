@@ -1,32 +1,35 @@
-"""Stage 2: trains the tokenizer on the corpus, or takes one that exists already."""
+"""Stage 2: trains the tokenizer on the corpora, or takes one that exists already."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from lib.cli import stage_command
 from lib.config.params_file import read_params
 from lib.console import progress, say, warn
 from lib.data.manifest import read_manifest
-from lib.data.options import TokenizerOptions
+from lib.data.options import Corpora, TokenizerOptions
 from lib.data.shards import iter_raw_documents
 from lib.data.tokenizer import TextTokenizer, describe_tokenizer, save_tokenizer
 from lib.data.tokenizer_sources import keeps_text, take_tokenizer
-from lib.data.tokenizer_training import train_byte_level_bpe
+from lib.data.tokenizer_training import TrainingText, in_turn, train_byte_level_bpe
 
-RAW_DIR = Path("data/raw")
+RAW_ROOT = Path("data/raw")
 TOKENIZER_DIR = Path("data/tokenizer")
 _MEGABYTE = 1_000_000
 
 
 @stage_command
 def main(params: Path) -> None:
-    """Make the tokenizer: train one on the corpus, or take one that exists already.
+    """Make the tokenizer: train one on the corpora, or take one that exists already.
 
-    Reads the section tokenizer of the parameter file. tokenizer.kind says where it comes from:
+    Reads the sections tokenizer and corpora (the names) of the parameter file. tokenizer.kind
+    says where it comes from:
 
     \b
     train_bpe       a byte-level BPE of tokenizer.vocab_size entries, trained on the first
-                    tokenizer.train_megabytes of data/raw; the same text gives the same result
+                    tokenizer.train_megabytes of data/raw, where each corpus has a share as large
+                    as its share of all text; the same text gives the same result
     tokenizer_json  tokenizer.path, a tokenizer.json of the Hugging Face tokenizers library
     gpt2            tokenizer.vocab_file and merges_file: GPT-2's vocab.json and merges.txt
     sentencepiece   tokenizer.path, the .model of a SentencePiece BPE with byte fallback
@@ -39,9 +42,15 @@ def main(params: Path) -> None:
     gets it as id 0, any other must have it. Text never turns into control tokens: a document that
     spells one out gets ordinary tokens.
     """  # noqa: D301 - the backspace character tells click to keep the lines
-    options = read_params(params).section("tokenizer", TokenizerOptions)
+    params_file = read_params(params)
+    options = params_file.section("tokenizer", TokenizerOptions)
+    names = params_file.section("corpora", Corpora).root
     started = time.monotonic()
-    tokenizer = prepare_tokenizer(options, RAW_DIR, TOKENIZER_DIR)
+    raw_dirs = [RAW_ROOT / name for name in names]
+    if strays := sorted({*RAW_ROOT.glob("[!.]*")} - {*raw_dirs}):
+        listed = ", ".join(map(str, strays[:5]))
+        warn(f"of no corpus in {params}, and not read: {listed}; remove what you do not need")
+    tokenizer = prepare_tokenizer(options, raw_dirs, TOKENIZER_DIR)
     end = tokenizer.info.end_of_document
     say(
         f"tokenizer ({options.kind}): {tokenizer.vocab_size:,} ids, documents end with "
@@ -50,21 +59,28 @@ def main(params: Path) -> None:
     )
 
 
-def prepare_tokenizer(options: TokenizerOptions, raw_dir: Path, output: Path) -> TextTokenizer:
+def prepare_tokenizer(
+    options: TokenizerOptions, raw_dirs: Sequence[Path], output: Path
+) -> TextTokenizer:
     """Makes the folder of the tokenizer, showing progress.
 
     Args:
         options: the section tokenizer.
-        raw_dir: the raw corpus, read for ``train_bpe`` only.
+        raw_dirs: the raw corpora, read for ``train_bpe`` only.
         output: the folder to make or replace.
     """
     if options.kind == "train_bpe":
         max_bytes = options.train_megabytes * _MEGABYTE
-        total = min(read_manifest(raw_dir).text_bytes, max_bytes)
-        texts = (document.text for document in iter_raw_documents(raw_dir))
+        # Sorted: in params.yaml the order of the corpora means nothing, and DVC does not see it.
+        corpora = [training_text(raw_dir) for raw_dir in sorted(raw_dirs)]
+        total = min(sum(corpus.text_bytes for corpus in corpora), max_bytes)
         with progress("training the tokenizer", total, "bytes") as bar:
             backend = train_byte_level_bpe(
-                texts, options.vocab_size, options.end_of_document, max_bytes, bar.advance
+                in_turn(corpora),
+                options.vocab_size,
+                options.end_of_document,
+                max_bytes,
+                bar.advance,
             )
     else:
         backend = take_tokenizer(options)
@@ -77,6 +93,12 @@ def prepare_tokenizer(options: TokenizerOptions, raw_dir: Path, output: Path) ->
     tokenizer = TextTokenizer(backend, info)
     save_tokenizer(output, tokenizer)
     return tokenizer
+
+
+def training_text(raw_dir: Path) -> TrainingText:
+    """A raw corpus as text to train on."""
+    texts = (document.text for document in iter_raw_documents(raw_dir))
+    return TrainingText(texts, read_manifest(raw_dir).text_bytes)
 
 
 if __name__ == "__main__":

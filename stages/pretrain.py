@@ -29,11 +29,12 @@ def main(params: Path) -> None:
     r"""Trains the model, from its last checkpoint if there is one, and publishes it.
 
     Ctrl-C or SIGTERM saves the state first; the same command, run again, continues. A run that is
-    finished continues when training.train_iters grows. Any other change of what is trained starts
-    afresh, beside the old state. On several nodes, start it on each (docs/clusters.md).
+    finished continues when training.train_iters grows or data.phases gets another phase. Any other
+    change of what is trained starts afresh, beside the old state. On several nodes, start it on
+    each (docs/clusters.md).
 
     \b
-    Reads   outputs/run_config.json, data/tokens, data/tokenizer
+    Reads   outputs/run_config.json, data/tokens, data/tokenizer, the pairs of data.imported
             params.yaml (sections launch and runtime)
     Writes  state/FINGERPRINT/   checkpoints, history and log while training
             model/               weights, run configuration, tokenizer, record, log

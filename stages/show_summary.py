@@ -16,6 +16,8 @@ NEXT_STEPS = """What to try next:
   raise training.train_iters           the finished run continues from its last checkpoint
   make plots                           loss curves as a page that opens without a network
   params/*.yaml                        presets; `make repro PRESET=laptop` takes one"""
+# Figures of one corpus, where several are measured.
+_OF_ONE = "loss/"
 _REMEDY = "run `make repro` to its end first"
 
 
@@ -86,6 +88,11 @@ def read_figures() -> list[tuple[str, str]]:
     unigram = f"{nats} (no context)"
     rows += [
         (f"{split} loss", evaluated.show("loss", ".4f", nats)),
+        *(
+            (f"  of {name.removeprefix(_OF_ONE)}", evaluated.show(name, ".4f", nats))
+            for name in evaluated.values
+            if name.startswith(_OF_ONE)
+        ),
         (f"{split} perplexity", evaluated.show("perplexity", ".2f")),
         (f"{split} bits per byte", evaluated.show("bits_per_byte", ".4f")),
         ("unigram entropy", evaluated.show("unigram_entropy", ".4f", unigram)),

@@ -4,16 +4,19 @@
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
-from pydantic import ValidationError
 
 from lib.atomic import write_text_atomically
+from lib.checkpoint.corpus_facts import read_tokens
 from lib.cli import stage_command
 from lib.config.batch_schedule import BatchSchedule
-from lib.config.data_rules import TOKENIZER_INFO, TOKENS_MANIFEST, TokenizerFacts
+from lib.config.data_facts import Phase
+from lib.config.data_rules import TOKENIZER_INFO, TokenizerFacts
+from lib.config.data_section import DataSection
 from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
 from lib.config.launch_plan import process_count
 from lib.config.operation import CONFIG_SECTIONS, LaunchConfig
@@ -23,26 +26,20 @@ from lib.config.params_file import (
     in_file_order,
     read_params,
 )
+from lib.config.params_problems import location_of
 from lib.config.project import original_path
 from lib.config.rules import broken_rules
-from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve, resolve_model
+from lib.config.run_config import Params, RunConfig, resolve, resolve_model
 from lib.config.schema import TrainingSection
 from lib.console import say, table, warn
-from lib.data.indexed_dataset import IndexedDataset
-from lib.data.options import CorpusOptions, TokenizerOptions, TokensOptions
-from lib.data.splits import describe_splits
-from lib.data.tokens_manifest import TokensManifest
+from lib.data.options import DATA_SECTIONS, Corpora, TokenizerOptions
+from lib.data.splits import SPLITS
 from lib.data.vocabulary import common_beginning
 from lib.errors import InvalidParams, Problem, UserError
 from lib.train.hardware import cuda_device_names
 
 TOKENIZER_FILE = "data/tokenizer/tokenizer.json"
-ALL_SECTIONS = {
-    "corpus": CorpusOptions,
-    "tokenizer": TokenizerOptions,
-    "tokens": TokensOptions,
-    **CONFIG_SECTIONS,
-}
+ALL_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
 
 
 @stage_command
@@ -63,7 +60,8 @@ def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
 
     \b
     Reads   params.yaml (all sections)
-            data/tokens/manifest.json and the .idx beside it
+            data/tokens/NAME/manifest.json and the .idx beside it, of each corpus that is
+            trained on or measured, and the same of the pairs of data.imported
             data/tokenizer/tokenizer_info.json
             the record of the folder that training.initial_weights names
     Writes  outputs/run_config.json
@@ -122,29 +120,33 @@ def validate(params_file: ParamsFile) -> RunConfig:
     """
     try:
         training = params_file.section("training", TrainingSection)
+        data = params_file.section("data", DataSection)
+        corpora = tuple(params_file.section("corpora", Corpora).root)
     except InvalidParams:
         check_schema(params_file)  # tells these problems and all others
         raise
     try:
-        facts, tokenizer_facts = read_data_facts(training), read_tokenizer_facts()
+        tokenizer_facts = read_tokenizer_facts()
+        tokens_facts, origins = read_tokens(training, data, corpora, tokenizer_facts)
     except UserError:
         check_schema(params_file)  # a mistake in the parameters comes before missing data
         raise
-    known = _check(params_file, {"data": facts, "tokenizer_facts": tokenizer_facts})
+    facts = {"tokens_facts": tokens_facts, "origins": origins, "tokenizer_facts": tokenizer_facts}
+    known = _check(params_file, facts)
     params = Params.from_file(params_file)
     weights, kept = known.get("weights"), known.get("kept_tokens")
     if not isinstance(weights, GivenWeights) or not isinstance(kept, int):
-        return resolve(params, facts)
-    model = resolve_model(params.model, training.seq_length)
-    return resolve(params, facts, weights.initial(model, facts.vocab_size, kept))
+        return resolve(params, tokens_facts)
+    model = resolve_model(params.model, params.longest_seq_length)
+    return resolve(params, tokens_facts, weights.initial(model, tokens_facts.vocab_size, kept))
 
 
-def _check(
-    params_file: ParamsFile, facts: dict[str, DataFacts | TokenizerFacts]
-) -> dict[str, object]:
+def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, object]:
     """Gives what the rules compared, which is all sound."""
     sections, problems = check_params_sections(params_file, ALL_SECTIONS)
     known: dict[str, object] = {**sections, **facts}
+    if isinstance(corpora := sections.get("corpora"), Corpora):
+        known["corpora"] = tuple(corpora.root)
     training = sections.get("training")
     if isinstance(training, TrainingSection) and training.initial_weights is not None:
         try:
@@ -152,13 +154,13 @@ def _check(
         except UserError as error:
             name, remedy = "training.initial_weights", "or write null to start from random weights"
             problems.append(Problem(name, training.initial_weights, str(error), remedy))
-    tokenizer, data = sections.get("tokenizer"), facts.get("data")
-    if isinstance(data, DataFacts):
-        known["vocab_size"] = data.vocab_size
+    tokenizer, tokenizer_facts = sections.get("tokenizer"), facts.get("tokenizer_facts")
+    if isinstance(tokenizer_facts, TokenizerFacts):
+        known["vocab_size"] = tokenizer_facts.vocab_size
     elif isinstance(tokenizer, TokenizerOptions) and tokenizer.kind == "train_bpe":
         known["vocab_size"] = tokenizer.vocab_size
     problems = [
-        replace(each, where=each.where or params_file.where(*each.field.split(".")))
+        replace(each, where=each.where or params_file.where(*location_of(each.field)))
         for each in (*problems, *broken_rules(known))
     ]
     if problems:
@@ -166,9 +168,7 @@ def _check(
     return known
 
 
-def read_given_weights(
-    initial_weights: str, tokenizer_facts: DataFacts | TokenizerFacts | None
-) -> dict[str, object]:
+def read_given_weights(initial_weights: str, tokenizer_facts: object) -> dict[str, object]:
     """What the rules know of the weights to start from, and of the tokens that they know.
 
     Raises:
@@ -198,32 +198,6 @@ def count_kept_tokens(weights: GivenWeights, tokenizer_facts: TokenizerFacts) ->
     return common_beginning(theirs, Path(TOKENIZER_FILE), record.vocab_size)
 
 
-def read_data_facts(training: TrainingSection) -> DataFacts:
-    """The facts of the tokenised corpus: its manifest, and its index cut into splits."""
-    folder = Path(TOKENS_MANIFEST).parent
-    manifest = TokensManifest.load(folder)
-    dataset = IndexedDataset(folder / manifest.prefix)
-    splits = describe_splits(dataset, training.split, training.seq_length)
-    facts = {
-        "prefix": (folder / manifest.prefix).as_posix(),
-        "tokens_sha256": manifest.bin_sha256,
-        "tokenizer_fingerprint": manifest.tokenizer_fingerprint,
-        "vocab_size": manifest.vocab_size,
-        "eod_id": manifest.eod_id,
-        "dtype": manifest.dtype,
-        "documents": dataset.num_documents,
-        "tokens": dataset.num_tokens,
-        "splits": {
-            name: SplitRange(documents=split.documents, tokens=split.tokens, samples=split.samples)
-            for name, split in splits.items()
-        },
-    }
-    try:
-        return DataFacts.model_validate(facts)
-    except ValidationError as error:
-        raise _unusable(TOKENS_MANIFEST, error, "tokenize_corpus") from None
-
-
 def read_tokenizer_facts() -> TokenizerFacts:
     """What the prepared tokenizer says of itself.
 
@@ -242,12 +216,11 @@ def read_tokenizer_facts() -> TokenizerFacts:
             f"{TOKENIZER_INFO}: not there; the prepare_tokenizer stage writes it"
         ) from None
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise _unusable(TOKENIZER_INFO, error, "prepare_tokenizer") from None
-
-
-def _unusable(path: str, error: Exception, stage: str) -> UserError:
-    reason = " ".join(str(error).split())
-    return UserError(f"{path}: damaged ({reason}); write it again: dvc repro --force {stage}")
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{TOKENIZER_INFO}: damaged ({reason}); write it again: dvc repro --force "
+            "prepare_tokenizer"
+        ) from None
 
 
 def summarise(run_config: RunConfig) -> None:
@@ -268,17 +241,40 @@ def summarise(run_config: RunConfig) -> None:
         ),
         ("steps", f"{training.train_iters:,}"),
         ("tokens in all", f"{derived.train_tokens:,}"),
-        ("epochs", _describe_epochs(derived.epochs)),
         *_describe_course(run_config),
     ]
     if run_config.initial.folder is not None:
         new = ", ".join(run_config.initial.new_parts) or "nothing"
         rows.append(("initial weights", f"{run_config.initial.folder}; new and random: {new}"))
-    for name, split in run_config.data.splits.items():
-        first, end = split.documents
-        text = f"{end - first:,} documents, {split.tokens:,} tokens, {split.samples:,} samples"
-        rows.append((f"{name} split", text))
-    table("Run configuration", rows)
+    table("Run configuration", [*rows, *_describe_data(run_config)])
+
+
+def _describe_data(run_config: RunConfig) -> list[tuple[str, str]]:
+    """The parts of the training, and what each corpus gives, in rows of a table."""
+    data = run_config.data
+    passes = data.passes(run_config.training.train_samples)
+    rows = [
+        ("epochs" if len(passes) == 1 else f"epochs of {name}", _describe_epochs(epochs))
+        for name, epochs in passes.items()
+    ]
+    if len(data.phases) > 1 or len(passes) > 1:
+        rows += [
+            (f"from sample {each.from_samples:,}", _describe_phase(each)) for each in data.phases
+        ]
+    for name, corpus in data.corpora.items():
+        is_cut = name in passes
+        for split in SPLITS if is_cut else ("valid",):
+            facts = corpus.splits[split]
+            first, end = facts.documents
+            text = f"{end - first:,} documents, {facts.tokens:,} tokens, {facts.samples:,} samples"
+            rows.append((f"{name}, {split} split" if is_cut else f"{name}, to measure", text))
+    return rows
+
+
+def _describe_phase(phase: Phase) -> str:
+    read = [name for name, weight in phase.weights.items() if weight > 0]
+    shares = ", ".join(f"{name} {float(100 * phase.share(name)):.4g} %" for name in read)
+    return f"{shares}, in samples of {phase.seq_length} tokens"
 
 
 def _describe_course(run_config: RunConfig) -> list[tuple[str, str]]:

@@ -26,11 +26,12 @@ def plain_linear(x, weights, name):
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
-def plain_rotary(x_BSD, theta):
+def plain_rotary(x_BSD, theta, positions=None):
     """Turns pairs (i, i + D/2) as complex numbers; angles in float32 as everybody has them."""
     half = x_BSD.shape[-1] // 2
+    positions = torch.arange(x_BSD.shape[1]) if positions is None else positions
     exponent = torch.arange(half, dtype=torch.float32) * 2 / x_BSD.shape[-1]
-    angle = torch.outer(torch.arange(x_BSD.shape[1], dtype=torch.float32), theta**-exponent)
+    angle = torch.outer(positions.to(torch.float32), theta**-exponent)
     turn = torch.complex(angle.cos().to(x_BSD.dtype), angle.sin().to(x_BSD.dtype))
     turned = torch.complex(x_BSD[..., :half], x_BSD[..., half:]) * turn
     return torch.cat((turned.real, turned.imag), dim=-1)
@@ -46,7 +47,7 @@ def plain_attention(q_BSD, k_BSD, v_BSD):
     return torch.stack(rows, dim=1)
 
 
-def _attention_layer(x, weights, name, config):
+def _attention_layer(x, weights, name, config, positions):
     q, k, v = (plain_linear(x, weights, f"{name}.linear_qkv.{part}") for part in "qkv")
     size, shared = config.head_dim, config.num_attention_heads // config.num_query_groups
     heads = []
@@ -58,8 +59,8 @@ def _attention_layer(x, weights, name, config):
             query = plain_norm(query, weights, f"{name}.q_layernorm", config)
             key = plain_norm(key, weights, f"{name}.k_layernorm", config)
         if config.position_embedding == "rope":
-            query = plain_rotary(query, config.rope_theta)
-            key = plain_rotary(key, config.rope_theta)
+            query = plain_rotary(query, config.rope_theta, positions)
+            key = plain_rotary(key, config.rope_theta, positions)
         heads.append(plain_attention(query, key, v[..., theirs]))
     return plain_linear(torch.cat(heads, dim=-1), weights, f"{name}.linear_proj")
 
@@ -75,25 +76,26 @@ def _mlp_layer(x, weights, name, config):
     return plain_linear(active, weights, f"{name}.linear_fc2")
 
 
-def plain_logits(weights, config, tokens_BS):
-    """Logits [B, S, V_padded] from weights by their global names."""
+def plain_logits(weights, config, tokens_BS, positions=None):
+    """Logits [B, S, V_padded] from weights by their global names; positions [S], else 0, 1, 2..."""
+    positions = torch.arange(tokens_BS.shape[1]) if positions is None else positions
     table = weights["embedding.word_embeddings.weight"]
     x = table[tokens_BS]
     if config.position_embedding == "learned":
-        x = x + weights["embedding.position_embeddings.weight"][: tokens_BS.shape[1]]
+        x = x + weights["embedding.position_embeddings.weight"][positions]
     for number in range(config.num_layers):
         layer = f"layers.{number}"
         normed = plain_norm(x, weights, f"{layer}.input_layernorm", config)
-        x = x + _attention_layer(normed, weights, f"{layer}.self_attention", config)
+        x = x + _attention_layer(normed, weights, f"{layer}.self_attention", config, positions)
         normed = plain_norm(x, weights, f"{layer}.pre_mlp_layernorm", config)
         x = x + _mlp_layer(normed, weights, f"{layer}.mlp", config)
     x = plain_norm(x, weights, "final_layernorm", config)
     return x @ weights.get("output_layer.weight", table).T
 
 
-def plain_losses(weights, config, vocab_size, tokens_BS, labels_BS):
+def plain_losses(weights, config, vocab_size, tokens_BS, labels_BS, positions=None):
     """Loss of every token [B, S], over the real vocabulary."""
-    logits = plain_logits(weights, config, tokens_BS)[..., :vocab_size]
+    logits = plain_logits(weights, config, tokens_BS, positions)[..., :vocab_size]
     chosen = logits.gather(-1, labels_BS.unsqueeze(-1)).squeeze(-1)
     return torch.logsumexp(logits, dim=-1) - chosen
 

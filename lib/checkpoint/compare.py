@@ -12,10 +12,12 @@ from torch import Tensor
 
 from lib.checkpoint.fingerprint import difference, fingerprint, fingerprint_parts, leaves
 from lib.checkpoint.inspect import CheckpointFacts, TensorFacts, TensorReader
+from lib.config.data_facts import DataFacts
+from lib.config.data_section import blended_names, planned_phases, validation_names
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.params_file import ParamsFile
 from lib.config.rules import broken_rules
-from lib.config.run_config import DataFacts, InitialWeights, Params, RunConfig, resolve
+from lib.config.run_config import InitialWeights, Params, RunConfig, resolve
 from lib.errors import InvalidParams, UserError
 
 # Entries compared at once, in float64: 64 MB a tensor, however large it is.
@@ -52,7 +54,8 @@ class LoadPreview:
         another_run: fields of the fingerprint that differ; if any, the run starts fresh.
         continues_with: fields that may differ in a run that continues.
         not_bit_for_bit: why the continued run differs in the last digits.
-        length: how the run's end lies to the checkpoint, where that needs a word.
+        length: how the run's end lies to the checkpoint, where that needs a word; of another run,
+            how it goes on from this state, if it differs by later phases only.
     """
 
     fingerprint: str
@@ -146,7 +149,7 @@ def preview(facts: CheckpointFacts, params_file: ParamsFile, data: DataFacts | N
     Args:
         facts: of the checkpoint.
         params_file: the parameters, as written.
-        data: the tokenised corpus; None takes that of the checkpoint.
+        data: the tokenised corpora; None takes those of the checkpoint.
 
     Raises:
         UserError: the parameters are not sound, or the checkpoint does not say enough.
@@ -154,7 +157,9 @@ def preview(facts: CheckpointFacts, params_file: ParamsFile, data: DataFacts | N
     saved = recorded_config(facts)
     params, runtime, launch = _sections(params_file)
     initial = _initial(params.training.initial_weights, saved.initial)
-    now = resolve(params, data or saved.data, initial)
+    known = data or saved.data
+    _require_corpora(params, known)
+    now = resolve(params, known, initial)
     another_run = difference(fingerprint_parts(saved), fingerprint_parts(now))
     told = {line.partition(":")[0] for line in another_run}
     others = difference(saved.model_dump(mode="json"), now.model_dump(mode="json"))
@@ -163,17 +168,31 @@ def preview(facts: CheckpointFacts, params_file: ParamsFile, data: DataFacts | N
         another_run,
         [line for line in others if not _is_implied(line.partition(":")[0], told)],
         [] if another_run else _not_bit_for_bit(facts, now, runtime, launch),
-        "" if another_run else _length(facts, now),
+        _added_phases(saved, now) if another_run else _length(facts, now),
     )
 
 
 def _sections(params_file: ParamsFile) -> tuple[Params, RuntimeConfig, LaunchConfig]:
     """The sections that count here, checked against each other."""
     params = Params.from_file(params_file)
-    if problems := broken_rules(vars(params)):
+    sections = {name: section for name, section in vars(params).items() if section is not None}
+    if problems := broken_rules(sections):
         raise InvalidParams(problems)
     runtime = params_file.section("runtime", RuntimeConfig)
     return params, runtime, params_file.section("launch", LaunchConfig)
+
+
+def _require_corpora(params: Params, known: DataFacts) -> None:
+    """Refuses parameters under which corpora are read, or cut, as they are not in ``known``."""
+    corpora = known.trained if params.corpora is None else params.corpora
+    blended = blended_names(planned_phases(params.training, params.data), corpora)
+    unknown = {*blended} - {*known.trained}
+    unknown |= {*validation_names(params.data, blended)} - known.corpora.keys()
+    if unknown:
+        raise UserError(
+            f"the tokens of {', '.join(sorted(unknown))} are not described yet, or not as the "
+            "section data wants them; run: dvc repro validate_config"
+        )
 
 
 def _initial(written: str | None, saved: InitialWeights) -> InitialWeights:
@@ -217,6 +236,17 @@ def _not_bit_for_bit(
         for name, value in wanted.items()
         if value is not None and name in saved and saved[name] != value
     ]
+
+
+def _added_phases(saved: RunConfig, now: RunConfig) -> str:
+    """Where a run with later phases leaves the way of the saved one; "" if it is another one."""
+    for index, phase in enumerate(now.data.phases[1:], start=1):
+        if fingerprint(now.before_phase(index)) == fingerprint(saved):
+            return (
+                "phases are added: it goes on from the newest checkpoint of this state at or "
+                f"before sample {phase.from_samples}, if it has no state of its own"
+            )
+    return ""
 
 
 def _length(facts: CheckpointFacts, now: RunConfig) -> str:

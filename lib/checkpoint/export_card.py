@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from lib.checkpoint.export_source import Origin
+from lib.config.data_facts import DataFacts
 from lib.config.export_rules import TITLES, Family, family_of
 from lib.config.operation import ExportConfig
 from lib.config.run_config import RunConfig
@@ -56,7 +57,7 @@ def card(
         *_losses(figures),
         ("these weights", options.dtype),
         ("run", origin.fingerprint),
-        ("tokens", f"sha256 {config.data.tokens_sha256}"),
+        *_corpora(config.data),
         ("git commit", origin.git_commit),
     ]
     table = "".join(f"| {name} | {value} |\n" for name, value in rows)
@@ -67,6 +68,12 @@ def _use(family: Family) -> str:
     if family == "qwen2":
         return _USE.format(tokenizer="PreTrainedTokenizerFast", remark=f"\n{QWEN2_TOKENIZER}\n")
     return _USE.format(tokenizer="AutoTokenizer", remark="")
+
+
+def _corpora(data: DataFacts) -> list[tuple[str, str]]:
+    return [
+        (f"tokens of {name}", f"sha256 {data.corpora[name].tokens_sha256}") for name in data.trained
+    ]
 
 
 def _losses(figures: Mapping[str, object]) -> list[tuple[str, str]]:

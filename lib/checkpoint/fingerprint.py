@@ -2,19 +2,23 @@
 
 Two runs with one fingerprint go through the same weights, so one may continue from the other's
 checkpoints; runs with different fingerprints never see each other's state. How far a run goes
-(``training.train_iters``), how often it looks (``eval_interval``), how it is spread over devices
-(``parallel``, ``micro_batch_size``) and what its code is are not part of it.
+(``training.train_iters``), how often and at what it looks (``eval_interval``, ``data.validation``),
+how it is spread over devices (``parallel``, ``micro_batch_size``) and what its code is are not part
+of it.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from lib.config.data_facts import DataFacts
 from lib.config.run_config import RunConfig
 
 # Every field of RunConfig is in exactly one of the two sets; a name stands for all below it.
-# A field in neither is an error, so that a new one is never left out by oversight.
+# A field in neither is an error, so that a new one is never left out by oversight. ``*`` is the
+# name of a corpus or the number of a phase.
 TRAJECTORY = frozenset(
     {
         "model",
@@ -30,14 +34,21 @@ TRAJECTORY = frozenset(
         "training.label_smoothing",
         "training.z_loss",
         "training.split",
-        "data.tokens_sha256",
         "data.tokenizer_fingerprint",
         "data.vocab_size",
         "data.eod_id",
-        "data.dtype",
-        "data.documents",
-        "data.tokens",
-        "data.splits",
+        "data.corpora.*.tokens_sha256",
+        "data.corpora.*.dtype",
+        "data.corpora.*.documents",
+        "data.corpora.*.tokens",
+        "data.corpora.*.splits.train",
+        "data.phases.*.from_samples",
+        "data.phases.*.seq_length",
+        "data.phases.*.weights",
+        "data.phases.*.samples",
+        "data.eod_in_loss",
+        "data.positions",
+        "data.attention",
         "initial.sha256",
         "initial.new_parts",
     }
@@ -51,7 +62,11 @@ NOT_TRAJECTORY = frozenset(
         "training.train_samples",
         "training.eval_interval",
         "training.eval_iters",
-        "data.prefix",
+        "data.corpora.*.manifest",
+        "data.corpora.*.splits.valid",
+        "data.corpora.*.splits.test",
+        "data.phases.*.micro_batch_size",
+        "data.validation",
         "derived",
         "initial.folder",
     }
@@ -70,6 +85,7 @@ _OF_DYNAMIC_LOSS_SCALE = {
     "loss_scale_window",
     "loss_scale_hysteresis",
 }
+_CORPUS_OR_PHASE = re.compile(r"^data\.(corpora|phases)\.[^.]+")
 
 
 def fingerprint(run_config: RunConfig) -> str:
@@ -98,24 +114,60 @@ def _unread(run_config: RunConfig) -> set[str]:
         of_precision = _OF_DYNAMIC_LOSS_SCALE
     # A run from random weights is the run that it was before there were others.
     of_initial = {name for name, value in run_config.initial.model_dump().items() if not value}
+    # Only learned positions have a table of that length; others may be made longer on the way.
+    of_model = {"max_position_embeddings"} if run_config.model.position_embedding == "rope" else ()
     return (
         {f"schedule.{name}" for name in of_schedule}
         | {f"precision.{name}" for name in of_precision}
         | {f"initial.{name}" for name in of_initial}
+        | {f"model.{name}" for name in of_model}
+        | set(_unread_of_data(run_config.data))
     )
+
+
+def _unread_of_data(data: DataFacts) -> Iterator[str]:
+    """Dotted names of what belongs to corpora that are not drawn from.
+
+    So a corpus that is measured only, or that a later phase brings, changes nothing of the phases
+    before it; and neither does the weight of a corpus that is alone.
+    """
+    drawn: set[str] = set()
+    for number, phase in enumerate(data.phases):
+        here = {name for name, weight in phase.weights.items() if weight > 0}
+        drawn |= here
+        for name in phase.weights:
+            if name not in here or len(here) == 1:
+                yield f"data.phases.{number}.weights.{name}"
+            if name not in here:
+                yield f"data.phases.{number}.samples.{name}"
+    for name in data.corpora.keys() - drawn:
+        for leaf, _ in leaves(data.corpora[name].model_dump(mode="json")):
+            yield f"data.corpora.{name}.{leaf}"
 
 
 def is_trajectory(name: str) -> bool:
     """Whether a field (dotted name) belongs to the fingerprint."""
-    prefixes = {name[:end] for end, letter in enumerate(f"{name}.") if letter == "."}
+    general = general_name(name)
+    prefixes = {general[:end] for end, letter in enumerate(f"{general}.") if letter == "."}
     inside, outside = bool(prefixes & TRAJECTORY), bool(prefixes & NOT_TRAJECTORY)
     assert inside != outside, f"{name} must be in one of the lists of lib/checkpoint/fingerprint.py"
     return inside
 
 
+def general_name(name: str) -> str:
+    """A field's dotted name with ``*`` for the name of a corpus or the number of a phase."""
+    return _CORPUS_OR_PHASE.sub(r"data.\1.*", name)
+
+
 def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted names and the values of a nested mapping; lists are values."""
-    for key, value in tree.items():
+    """The dotted names and the values of a nested mapping.
+
+    Lists are values, but one of mappings is a mapping of its positions.
+    """
+    for key, found in tree.items():
+        value = found
+        if isinstance(found, list) and found and all(isinstance(each, dict) for each in found):
+            value = {str(number): each for number, each in enumerate(found)}
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:

@@ -7,13 +7,16 @@
     finished             whether a model was published from it
     adopted              each time changed code was allowed to go on: old and new hash, iteration
     layout               the layout that trained it last
+    began_from           state and iteration whose work it goes on with, where the run got later
+                         phases (``lib.checkpoint.added_phases``)
     fresh                whether launch.fresh began it: an interrupted fresh run, run again with
                          the key still set, continues and does not start over for ever
     sha256               of all the others, so that a damaged file is never believed
 
 | state      | code    | `open_state` does                                                  |
 |------------|---------|--------------------------------------------------------------------|
-| none       | any     | starts                                                             |
+| none       | any     | starts; if phases were added, from the state of the run without    |
+|            |         | them, as if that were this one and unfinished                      |
 | unfinished | same    | continues                                                          |
 | unfinished | changed | refuses; on_code_change adopt: continues; fresh: starts again      |
 | finished   | same    | continues (nothing left to do, or a longer run)                    |
@@ -34,15 +37,17 @@ from typing import Literal
 
 from lib.atomic import write_text_atomically
 from lib.checkpoint import directory as folders
+from lib.checkpoint.added_phases import Beginning, find_beginning, take_over
 from lib.checkpoint.directory import Damaged
 from lib.checkpoint.fingerprint import difference, fingerprint, fingerprint_parts
-from lib.checkpoint.lock import LOCK
+from lib.checkpoint.lock import LOCK, lock
 from lib.config.run_config import RunConfig
 from lib.console import say, warn
 from lib.errors import UserError
 
 RECORD = "state.json"
 FORMAT = 2
+_LOCK_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class StateRecord:
     finished: bool = False
     adopted: list[dict[str, object]] = field(default_factory=list)
     layout: dict[str, object] = field(default_factory=dict)
+    began_from: dict[str, object] = field(default_factory=dict)
     fresh: bool = False
     format: int = FORMAT
 
@@ -84,7 +90,7 @@ class StateDirectory:
 
     path: Path
     record: StateRecord
-    outcome: Literal["new", "continued", "adopted", "restarted"]
+    outcome: Literal["new", "begun", "continued", "adopted", "restarted"]
 
     def mark_training(self, layout: dict[str, object]) -> None:
         """Records that steps are about to be taken under ``layout``: no longer finished."""
@@ -115,20 +121,50 @@ def open_state(
     path = state_path(root, run_config)
     new = StateRecord(path.name, fingerprint_parts(run_config), code_hash)
     try:
-        return _open(path, new, policy)
-    except OSError as error:
-        raise UserError(f"{path} cannot be prepared: {error}") from error
-
-
-def _open(path: Path, new: StateRecord, policy: ResumePolicy) -> StateDirectory:
-    old = read_record(path)
-    if old is None:
+        old = read_record(path)
+        if old is not None:
+            return _reopened(path, old, new, policy)
         leftovers = _contents(path)
         if leftovers:  # killed while it was being put aside, or state.json was removed
             warn(f"{path} has no {RECORD}: its contents are put aside")
             _put_aside(path, leftovers)
         new.fresh = policy.fresh
+        beginning = None if policy.fresh else find_beginning(root, run_config)
+        if beginning is not None:
+            return _begun(path, new, beginning, policy)
         return _started(path, new, "new")
+    except OSError as error:
+        raise UserError(f"{path} cannot be prepared: {error}") from error
+
+
+def _begun(
+    path: Path, new: StateRecord, beginning: Beginning, policy: ResumePolicy
+) -> StateDirectory:
+    """A new state that goes on from another one's checkpoint, if the code lets it."""
+    with lock(beginning.state, _LOCK_WAIT_S):
+        old = read_record(beginning.state)
+        if old is None or old.fingerprint != beginning.state.name:
+            warn(f"{beginning.state / RECORD} is missing or another state's: it is not used")
+            return _started(path, new, "new")
+        iteration = beginning.iterations()[-1]
+        if old.code_hash != new.code_hash:
+            if policy.on_code_change == "fresh":
+                say(f"{beginning.state} is not used, as the code has changed since")
+                return _started(path, new, "new")
+            _adopt(beginning.state, old, new, policy, iteration)
+        new.adopted = old.adopted
+        path.mkdir(parents=True, exist_ok=True)
+        new.began_from = {"state": old.fingerprint, "iteration": take_over(beginning, path)}
+    say(
+        f"phases were added to the run of {beginning.state}: {path} goes on from its iteration "
+        f"{iteration}"
+    )
+    return _started(path, new, "begun")
+
+
+def _reopened(
+    path: Path, old: StateRecord, new: StateRecord, policy: ResumePolicy
+) -> StateDirectory:
     if policy.fresh and (old.finished or not old.fresh):
         new.fresh = True
         return _restarted(path, new, "launch.fresh is true")
@@ -153,7 +189,22 @@ def _on_changed_code(
         return _restarted(path, new, "the code has changed and no checkpoint was saved yet")
     if policy.on_code_change == "fresh":
         return _restarted(path, new, "the code has changed and launch.on_code_change is fresh")
-    if policy.on_code_change == "refuse":
+    _adopt(path, old, new, policy, iteration)
+    old.code_hash = new.code_hash
+    _write(path, old)
+    say(f"continuing {path} at iteration {iteration} with changed code, as launch asks")
+    return StateDirectory(path, old, "adopted")
+
+
+def _adopt(
+    path: Path, old: StateRecord, new: StateRecord, policy: ResumePolicy, iteration: int
+) -> None:
+    """Notes that changed code goes on with a state.
+
+    Raises:
+        UserError: nobody has said that it may.
+    """
+    if policy.on_code_change != "adopt":
         raise UserError(
             f"the code has changed ({old.code_hash} -> {new.code_hash}) since {path} was trained "
             f"to iteration {iteration}. Two ways on: launch.on_code_change: adopt continues with "
@@ -161,10 +212,6 @@ def _on_changed_code(
             "and keeps the old state aside"
         )
     old.adopted.append({"from": old.code_hash, "to": new.code_hash, "iteration": iteration})
-    old.code_hash = new.code_hash
-    _write(path, old)
-    say(f"continuing {path} at iteration {iteration} with changed code, as launch asks")
-    return StateDirectory(path, old, "adopted")
 
 
 def _restarted(path: Path, new: StateRecord, why: str) -> StateDirectory:
@@ -173,7 +220,9 @@ def _restarted(path: Path, new: StateRecord, why: str) -> StateDirectory:
     return _started(path, new, "restarted")
 
 
-def _started(path: Path, new: StateRecord, outcome: Literal["new", "restarted"]) -> StateDirectory:
+def _started(
+    path: Path, new: StateRecord, outcome: Literal["new", "begun", "restarted"]
+) -> StateDirectory:
     path.mkdir(parents=True, exist_ok=True)
     _write(path, new)
     return StateDirectory(path, new, outcome)

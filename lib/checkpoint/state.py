@@ -15,9 +15,9 @@ Everything else is JSON, in the checkpoint's ``state.json`` under ``scalars``; a
 (``lib.train.run_state``) writes:
 
     progress         iteration, consumed samples, skipped and bad steps (``lib.train.step``)
-    data             consumed_samples, the whole state of the data order; segment, 0 while a run
-                     has one order of data
-    tokens_seen      consumed samples times the sequence length
+    data             consumed_samples, the whole state of the data order; what follows from it:
+                     segment, the phase that the run is in, and draws, samples of each corpus
+    tokens_seen      consumed samples times the sequence length of each phase
     metrics          rows: rows of history.jsonl up to this iteration, one a kind and iteration
     optimizer_step   AdamW's step count; rates and decay come from the configuration, never from a
                      checkpoint

@@ -1,13 +1,26 @@
-"""Rules between params.yaml and the tokenised corpus; see ``lib.config.rules``."""
+"""Rules between params.yaml and the tokenised corpora; see ``lib.config.rules``.
 
-from collections.abc import Iterator
+``tokens_facts`` are those of all corpora that are read, ``origins`` what made each. A name that no
+corpus has is the business of ``lib.config.blend_rules``.
+"""
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lib.config.data_facts import TokensFacts
+from lib.config.data_section import (
+    DataSection,
+    PlannedPhase,
+    blended_names,
+    planned_phases,
+    validation_names,
+)
 from lib.config.operation import EvaluateConfig
-from lib.config.run_config import DataFacts
 from lib.config.schema import Section, TrainingSection
 from lib.errors import Problem
 
-TOKENS_MANIFEST = "data/tokens/manifest.json"
 TOKENIZER_INFO = "data/tokenizer/tokenizer_info.json"
 
 _LARGEST_ID = {"uint8": 2**8 - 1, "uint16": 2**16 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
@@ -26,78 +39,157 @@ class TokenizerFacts(Section):
     """Id of the end-of-document token."""
 
 
+@dataclass(frozen=True)
+class TokensOrigin:
+    """Where the tokens of a corpus come from.
+
+    Attributes:
+        manifest: path of the manifest that says so.
+        tokenizer: what made them.
+        append_eod: whether the end-of-document token follows each document.
+        imported: the prefix of a pair made elsewhere; None for tokens of this workflow.
+    """
+
+    manifest: str
+    tokenizer: TokenizerFacts
+    append_eod: bool
+    imported: str | None = None
+
+    @property
+    def remedy(self) -> str:
+        """How to get other tokens."""
+        if self.imported is None:
+            return "tokenise again: dvc repro --force tokenize_corpus"
+        return (
+            "take their tokenizer (tokenizer.kind: tokenizer_json), or describe them anew: python "
+            f"-m stages.describe_tokens {self.imported} --tokenizer data/tokenizer --append-eod "
+            "(or --no-append-eod)"
+        )
+
+
 def tokens_are_of_this_tokenizer(
-    data: DataFacts, tokenizer_facts: TokenizerFacts
+    origins: Mapping[str, TokensOrigin], tokenizer_facts: TokenizerFacts
 ) -> Iterator[Problem]:
     """Ids mean nothing without the tokenizer that gave them."""
-    pairs = (
-        ("tokenizer_fingerprint", data.tokenizer_fingerprint, tokenizer_facts.fingerprint),
-        ("vocab_size", data.vocab_size, tokenizer_facts.vocab_size),
-        ("eod_id", data.eod_id, tokenizer_facts.eod_id),
-    )
-    for name, of_tokens, of_tokenizer in pairs:
-        if of_tokens != of_tokenizer:
-            yield Problem(
-                name,
-                str(of_tokens),
-                f"differs from {TOKENIZER_INFO}: {of_tokenizer}",
-                "tokenise again: dvc repro tokenize_corpus",
-                TOKENS_MANIFEST,
-            )
-
-
-def vocabulary_fits_the_file(data: DataFacts) -> Iterator[Problem]:
-    """An id that the number type cannot hold was stored as another one."""
-    largest = _LARGEST_ID[data.dtype]
-    if data.vocab_size - 1 > largest:
-        yield Problem(
-            "vocab_size",
-            str(data.vocab_size),
-            f"ids to {data.vocab_size - 1} do not fit {data.dtype}, which ends at {largest}",
-            "tokenise again: dvc repro --force tokenize_corpus",
-            TOKENS_MANIFEST,
+    for origin in origins.values():
+        theirs, ours = origin.tokenizer, tokenizer_facts
+        pairs = (
+            ("tokenizer_fingerprint", theirs.fingerprint, ours.fingerprint),
+            ("vocab_size", theirs.vocab_size, ours.vocab_size),
+            ("eod_id", theirs.eod_id, ours.eod_id),
         )
-    if data.eod_id >= data.vocab_size:
+        for name, of_tokens, of_tokenizer in pairs:
+            if of_tokens != of_tokenizer:
+                rule = f"differs from {TOKENIZER_INFO}: {of_tokenizer}"
+                yield Problem(name, str(of_tokens), rule, origin.remedy, origin.manifest)
+
+
+def vocabulary_fits_the_file(
+    tokens_facts: TokensFacts, origins: Mapping[str, TokensOrigin]
+) -> Iterator[Problem]:
+    """An id that the number type cannot hold was stored as another one."""
+    for name, origin in origins.items():
+        size, eod = origin.tokenizer.vocab_size, origin.tokenizer.eod_id
+        dtype = tokens_facts.corpora[name].dtype
+        largest = _LARGEST_ID[dtype]
+        if size - 1 > largest:
+            rule = f"ids to {size - 1} do not fit {dtype}, which ends at {largest}"
+            yield Problem("vocab_size", str(size), rule, origin.remedy, origin.manifest)
+        if eod >= size:
+            rule = f"must be less than vocab_size = {size}"
+            yield Problem("eod_id", str(eod), rule, origin.remedy, origin.manifest)
+
+
+def ends_of_documents_are_there(
+    data: DataSection,
+    training: TrainingSection,
+    corpora: Sequence[str],
+    origins: Mapping[str, TokensOrigin],
+) -> Iterator[Problem]:
+    """To leave a label out of the loss that no text has would do nothing."""
+    blended = blended_names(planned_phases(training, data), corpora)
+    without = [name for name in blended if name in origins and not origins[name].append_eod]
+    if not data.eod_in_loss and without:
         yield Problem(
-            "eod_id",
-            str(data.eod_id),
-            f"must be less than vocab_size = {data.vocab_size}",
-            "tokenise again: dvc repro --force tokenize_corpus",
-            TOKENS_MANIFEST,
+            "data.eod_in_loss",
+            "false",
+            f"the documents of {', '.join(without)} do not end with the end-of-document token",
+            "write true, or tokens.append_eod: true",
         )
 
 
 def splits_hold_a_sample(
-    training: TrainingSection, evaluate: EvaluateConfig, data: DataFacts
+    data: DataSection,
+    training: TrainingSection,
+    evaluate: EvaluateConfig,
+    corpora: Sequence[str],
+    tokens_facts: TokensFacts,
 ) -> Iterator[Problem]:
     """A sample is seq_length tokens and the one that follows."""
-    readers: dict[str, list[str]] = {"train": ["training"], "valid": [], "test": []}
-    if training.eval_interval > 0:
-        readers["valid"].append(f"training.eval_interval = {training.eval_interval}")
-    readers[evaluate.split].append(f"evaluate.split = {evaluate.split}")
-    for name, split in data.splits.items():
-        if not readers[name] or split.tokens >= training.seq_length + 1:
+    planned = planned_phases(training, data)
+    blended = blended_names(planned, corpora)
+    needs = _training_needs(planned, corpora)
+    for split, reader in _measurements(training, evaluate):
+        for name in validation_names(data, blended):
+            needs[name, split, training.seq_length].append(reader)
+    for (name, split, length), readers in needs.items():
+        facts = tokens_facts.corpora.get(name)
+        if facts is None or facts.splits[split].tokens >= length + 1:
             continue
-        first, end = split.documents
+        first, end = facts.splits[split].documents
+        tokens = facts.splits[split].tokens
+        is_cut = name in blended
         yield Problem(
-            "training.split",
-            f'"{training.split}"',
-            f"the {name} split (read by {' and '.join(readers[name])}) has {end - first} of "
-            f"{data.documents} documents with {split.tokens} tokens, fewer than one sample of "
-            f"seq_length + 1 = {training.seq_length + 1}",
-            _more_tokens(name, split.tokens),
+            "training.split" if is_cut else "data.validation",
+            f'"{training.split}"' if is_cut else name,
+            f"the {split} split of {name} (read by {' and '.join(readers)}) has {end - first} of "
+            f"{facts.documents} documents with {tokens} tokens, fewer than one sample of "
+            f"seq_length + 1 = {length + 1}",
+            _more_tokens(split, tokens),
         )
 
 
-def _more_tokens(name: str, tokens: int) -> str:
+Needs = defaultdict[tuple[str, Literal["train", "valid", "test"], int], list[str]]
+
+
+def _training_needs(planned: Sequence[PlannedPhase], corpora: Sequence[str]) -> Needs:
+    """Who reads the training split of which corpus in samples of which length."""
+    needs: Needs = defaultdict(list)
+    for phase in planned:
+        blend = dict.fromkeys(corpora, 1.0) if phase.blend is None else phase.blend
+        for name, weight in blend.items():
+            if weight > 0:
+                needs[name, "train", phase.seq_length].append(phase.field)
+    return needs
+
+
+def _measurements(
+    training: TrainingSection, evaluate: EvaluateConfig
+) -> Iterator[tuple[Literal["valid", "test"], str]]:
+    """The splits on which a loss is measured, and by whom."""
+    if training.eval_interval > 0:
+        yield "valid", f"training.eval_interval = {training.eval_interval}"
+    yield evaluate.split, f"evaluate.split = {evaluate.split}"
+
+
+def _more_tokens(split: str, tokens: int) -> str:
     remedies = ["give it a larger share", "take a larger corpus"]
     if tokens > 1:
         remedies.append(f"write a seq_length of at most {tokens - 1}")
-    if name == "valid":
+    if split == "train":
+        remedies.append("leave it out of data.blend")
+    else:
+        remedies.append("name others in data.validation")
+    if split == "valid":
         remedies.append("write eval_interval: 0 and evaluate.split: test")
-    if name == "test":
+    if split == "test":
         remedies.append("write evaluate.split: valid")
     return ", or ".join(remedies)
 
 
-DATA_RULES = (tokens_are_of_this_tokenizer, vocabulary_fits_the_file, splits_hold_a_sample)
+DATA_RULES = (
+    tokens_are_of_this_tokenizer,
+    vocabulary_fits_the_file,
+    ends_of_documents_are_there,
+    splits_hold_a_sample,
+)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from lib.config.data_facts import TokensFacts
+from lib.config.data_section import DataSection
 from lib.config.initial_weights import (
     WEIGHTS_TOKENIZER,
     GivenWeights,
@@ -9,7 +11,7 @@ from lib.config.initial_weights import (
     new_positions,
     new_tokens,
 )
-from lib.config.run_config import DataFacts, resolve_model
+from lib.config.run_config import longest_seq_length, resolve_model
 from lib.config.schema import ModelConfig, ModelSection, TrainingSection
 from lib.errors import Problem
 
@@ -30,10 +32,11 @@ def weights_are_those_named(weights: GivenWeights) -> Iterator[Problem]:
 
 
 def weights_fit_the_model(
-    model: ModelSection, training: TrainingSection, weights: GivenWeights
+    model: ModelSection, training: TrainingSection, data: DataSection, weights: GivenWeights
 ) -> Iterator[Problem]:
     """A model may be larger than what it starts from, but not of another kind."""
-    wanted, given = resolve_model(model, training.seq_length), weights.record.model
+    wanted = resolve_model(model, longest_seq_length(training, data))
+    given = weights.record.model
     # Each is read by one kind of position embedding alone.
     of_other_positions = {"learned": "rope_theta", "rope": "max_position_embeddings"}
     ignored = {*_NOT_OF_THE_WEIGHTS, of_other_positions[wanted.position_embedding]}
@@ -60,22 +63,22 @@ def weights_fit_the_model(
 def weights_know_the_tokens(
     model: ModelSection,
     training: TrainingSection,
-    data: DataFacts,
+    tokens_facts: TokensFacts,
     weights: GivenWeights,
     kept_tokens: int,
 ) -> Iterator[Problem]:
     """A row of a vocabulary table means one token."""
     if training.new_parts == "initialize":
         return
-    wanted = resolve_model(model, training.seq_length)
-    new = new_tokens(wanted, data.vocab_size, kept_tokens)
+    vocab_size = tokens_facts.vocab_size
+    new = new_tokens(resolve_model(model, training.seq_length), vocab_size, kept_tokens)
     if new:
         known = f"the first {kept_tokens}" if kept_tokens else "none"
         path = f"{weights.folder}/{WEIGHTS_TOKENIZER}"
         yield Problem(
             "training.initial_weights",
             f"{weights.folder}@{weights.pin}",
-            f"these weights know {weights.record.vocab_size} tokens; of the {data.vocab_size} in "
+            f"these weights know {weights.record.vocab_size} tokens; of the {vocab_size} in "
             f"data/tokenizer {known} are the same, so {_listed(new)} would be new and random",
             f"take their tokenizer (tokenizer.kind: tokenizer_json, tokenizer.path: {path}), or "
             "training.new_parts: initialize to draw what is new",

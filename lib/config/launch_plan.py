@@ -26,7 +26,7 @@ class Layout:
         data: copies of the model.
         data_shard: copies that split the optimizer's state (and more) among them.
         micro_batches: per step and copy, each of ``training.micro_batch_size`` samples; of the
-            full batch, as a ramp-up has fewer.
+            full batch, as a ramp-up has fewer, and of the first phase, as later ones may differ.
     """
 
     tensor: int
@@ -134,7 +134,8 @@ def layout_for(run_config: RunConfig | Params, processes: int) -> Layout:
     """
     parallel, training = run_config.parallel, run_config.training
     copies = _copies(parallel, processes)
-    _check_batches(training, parallel, copies)
+    for field, micro in _micro_batches(run_config).items():
+        _check_batches(training, parallel, copies, (field, micro))
     unit = training.micro_batch_size * copies
     return Layout(
         tensor=parallel.tensor,
@@ -171,16 +172,31 @@ def _copies(parallel: ParallelConfig, processes: int) -> int:
     return copies
 
 
-def _check_batches(training: TrainingShape, parallel: ParallelConfig, copies: int) -> None:
-    """Every batch must be a whole number of micro batches on every copy."""
-    micro, unit = training.micro_batch_size, training.micro_batch_size * copies
+def _micro_batches(run_config: RunConfig | Params) -> dict[str, int]:
+    """The micro batch size of each phase, by where params.yaml says it."""
+    sizes = {"training.micro_batch_size": run_config.training.micro_batch_size}
+    later = run_config.data.phases
+    if isinstance(run_config, RunConfig):
+        later = later[1:]  # its first phase is section training
+    for number, phase in enumerate(later):
+        if phase.micro_batch_size is not None:
+            sizes[f"data.phases[{number}].micro_batch_size"] = phase.micro_batch_size
+    return sizes
+
+
+def _check_batches(
+    training: TrainingShape, parallel: ParallelConfig, copies: int, micro_batch: tuple[str, int]
+) -> None:
+    """Every batch must be a whole number of micro batches (name, size) on every copy."""
+    field, micro = micro_batch
+    unit = micro * copies
     names = ("global_batch_size", "rampup_start_batch_size", "rampup_increment")
     sizes: dict[str, int | None] = {name: getattr(training, name) for name in names}
     given = {name: size for name, size in sizes.items() if size is not None}
     for name, size in given.items():
         if size % unit:
             raise UserError(
-                f"training.{name} = {size}: must be divisible by training.micro_batch_size = "
+                f"training.{name} = {size}: must be divisible by {field} = "
                 f"{micro} x {copies} copies of the model = {unit}; nearest {name}: "
                 f"{multiples_near(size, unit)}"
                 + _fitting_copies(math.gcd(*given.values()), micro, parallel, copies)

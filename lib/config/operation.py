@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from lib.config.data_section import DataSection
 from lib.config.schema import (
     ModelSection,
     OptimizerConfig,
@@ -42,7 +43,7 @@ class EvaluateConfig(Section):
     """Documents to measure the loss on. ``test`` were never looked at while training."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Stop after so many tokens; null measures the whole split."""
+    """Stop after so many tokens of each corpus; null measures the whole split."""
 
     num_samples: int = Field(default=20, ge=0)
     """Texts to generate, prompts in turn; 0 generates none."""
@@ -145,6 +146,10 @@ class RuntimeConfig(Section):
     prefetch: int = Field(default=2, ge=0)
     """Batches read ahead while the model computes; 0 reads when needed."""
 
+    num_workers: int = Field(default=1, ge=1)
+    """Threads per process that read ahead. One is enough for local disks; slow network storage
+    may want more. What is read does not depend on it."""
+
     background_save: bool = True
     """Write checkpoints while training goes on. Takes host memory for a copy of the state (12
     bytes a parameter); where there is less, training waits for each save."""
@@ -169,7 +174,7 @@ class RuntimeConfig(Section):
     """Iterations between two records of each parameter's gradient; 0 records none."""
 
 
-# Every section of params.yaml but the data stages' own (corpus, tokenizer, tokens), which
+# Every section of params.yaml but the data stages' own (corpora, tokenizer, tokens), which
 # ``lib.data.options`` types: a stage that wants the whole file joins the two.
 CONFIG_SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelSection,
@@ -178,6 +183,7 @@ CONFIG_SECTIONS: dict[str, type[BaseModel]] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleSection,
     "training": TrainingSection,
+    "data": DataSection,
     "checkpoint": CheckpointConfig,
     "evaluate": EvaluateConfig,
     "export": ExportConfig,

@@ -2,12 +2,15 @@
 
 Knows no section. A caller hands the typed model of the section that it wants::
 
-    options = read_params(Path("params.yaml")).section("corpus", CorpusOptions)
+    options = read_params(Path("params.yaml")).section("tokens", TokensOptions)
 
 Values are checked by the model's types, with these allowances for how people (and DVC, which
 rewrites the file) spell numbers: ``1e-4``, ``'1e-4'`` and ``1`` are good floats, ``4.0``, ``1e9``
 and ``'16'`` are good integers. Nothing else is bent: 2.5 is no integer, true is no number, yes is
 no truth value, 010 (eight or ten?) and infinities are refused.
+
+A section may also be a mapping of names, which are the user's, to entries of one model: see
+``lib.config.params_problems.entry_model``.
 
 A model's validators may raise ``InvalidParams`` with problems whose fields are relative to the
 section, or a ``ValueError`` with the text "key = value: rule; remedy" (several joined by "; and ").
@@ -33,6 +36,7 @@ from lib.config.params_problems import (
     Location,
     describe_error,
     dotted,
+    entry_model,
     show,
     unknown_key,
     width_with_zeros,
@@ -190,12 +194,16 @@ def unknown_keys(params_file: ParamsFile, models: Mapping[str, type[BaseModel]])
     """
     known = {name: _keys_of(model) for name, model in models.items()}
     findings = list(_unknown_sections(params_file, known))
-    for section, keys in params_file.root.items():
-        if section in known and not isinstance(keys, CommentedMap):
-            findings.append(Finding((section,), "must be a mapping of keys", "write its keys"))
-        elif section in known:
-            wrong = [str(key) for key in keys if key not in known[section]]
-            findings += [unknown_key((section, key), known) for key in wrong]
+    places = [((section,), keys) for section, keys in params_file.root.items() if section in known]
+    for at, keys in places:
+        model = models[at[0]]
+        if not isinstance(keys, CommentedMap):
+            findings.append(Finding(at, "must be a mapping of keys", "write its keys"))
+        elif len(at) == 1 and entry_model(model) is not model:
+            places += [((*at, name), entry) for name, entry in keys.items()]
+        else:
+            wrong = [str(key) for key in keys if key not in known[at[0]]]
+            findings += [unknown_key((*at, key), known) for key in wrong]
     return [_problem(params_file, finding) for finding in findings]
 
 
@@ -216,7 +224,8 @@ def in_file_order(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def _keys_of(model: type[BaseModel]) -> tuple[str, ...]:
-    return tuple(field.alias or name for name, field in model.model_fields.items())
+    fields = entry_model(model).model_fields
+    return tuple(field.alias or name for name, field in fields.items())
 
 
 def _parse_section(

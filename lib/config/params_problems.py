@@ -9,9 +9,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 from pydantic_core import ErrorDetails
 from ruamel.yaml.scalarint import ScalarInt
 
@@ -35,11 +35,17 @@ class Finding(NamedTuple):
 
 
 def dotted(location: Iterable[str | int]) -> str:
-    """A path as people write it: ``corpus.urls[0].sha256``."""
+    """A path as people write it: ``corpora.web.urls[0].sha256``."""
     text = ""
     for step in location:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
+
+
+def location_of(field: str) -> Location:
+    """The path that ``dotted`` wrote."""
+    steps = re.findall(r"\[(\d+)\]|([^.\[]+)", field)
+    return tuple(int(position) if position else key for position, key in steps)
 
 
 def show(value: object) -> str:
@@ -69,24 +75,39 @@ def describe_error(
 ) -> list[Finding]:
     """One of pydantic's errors in section ``name``, in our words."""
     at: Location = (name, *error["loc"])
+    entry = entry_model(model)
+    depth = 2 if entry is model else 3
     if error["type"] == "extra_forbidden":
-        if len(at) == 2:
+        if len(at) == depth:
             return [unknown_key(at, known)]
         return [Finding(at, "no such key here", "remove it")]
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, InvalidParams):
         return [
-            Finding((name, *problem.field.split(".")), problem.rule, problem.remedy)
+            Finding((*at, *problem.field.split(".")), problem.rule, problem.remedy)
             for problem in cause.problems
         ]
     if cause is not None:
         keys = known[name] if len(at) == 1 else ()
         return [_from_text(part, at, keys) for part in str(cause).split("; and ")]
     default: object = None
-    if len(at) == 2 and isinstance(at[1], str) and at[1] in model.model_fields:
-        field = model.model_fields[at[1]]
+    if len(at) == depth and isinstance(at[-1], str) and at[-1] in entry.model_fields:
+        field = entry.model_fields[at[-1]]
         default = None if field.is_required() else field.get_default()
     return [Finding(at, *_rule_and_remedy(error, default))]
+
+
+def entry_model(model: type[BaseModel]) -> type[BaseModel]:
+    """The model of the keys of a section: its own, or that of each entry of a mapping of entries.
+
+    Such a mapping is ``RootModel[dict[str, ENTRY]]``: names are the user's, keys stand below them.
+    """
+    if not issubclass(model, RootModel):
+        return model
+    entry = get_args(model.model_fields["root"].annotation)[1]
+    assert isinstance(entry, type)
+    assert issubclass(entry, BaseModel)
+    return entry
 
 
 def _from_text(text: str, at: Location, keys: tuple[str, ...]) -> Finding:

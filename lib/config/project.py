@@ -39,8 +39,9 @@ def declared_code(workflow: Path) -> dict[str, tuple[Path, ...]]:
     try:
         stages = YAML(typ="safe").load(workflow.read_text(encoding="utf-8"))["stages"]
         return {
-            name: tuple(_code_among(definition.get("deps") or ()))
-            for name, definition in stages.items()
+            # A stage of several instances, `foreach`, has its definition under `do`.
+            name: tuple(_code_among(stage.get("do", stage).get("deps") or ()))
+            for name, stage in stages.items()
         }
     except FileNotFoundError:
         raise UserError(

@@ -1,8 +1,9 @@
 """Rules across fields and sections of params.yaml: one rule, one function.
 
-Rules on the layout, on batches, on the data and on the export have files of their own beside this
-one. A rule takes the sections that it compares, by name: ``model``, ``training``, ..., and of the
-data ``data`` (the tokenised corpus), ``tokenizer_facts`` and ``vocab_size``. It yields what is
+Rules on the layout, on batches, on blends, on the tokens and on the export have files of their own
+beside this one. A rule takes the sections that it compares, by name: ``model``, ``training``, ...,
+``corpora`` (the names in that section), and of what was read ``tokens_facts``, ``origins``,
+``tokenizer_facts`` and ``vocab_size``. It yields what is
 wrong, with the nearest legal values. ``broken_rules`` runs them all, so that a person sees every
 problem at once; a rule is left out where a section that it needs is broken in itself or not there
 yet.
@@ -14,13 +15,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 
 from lib.config.batch_rules import BATCH_RULES
+from lib.config.blend_rules import BLEND_RULES
 from lib.config.data_rules import DATA_RULES
+from lib.config.data_section import DataSection
 from lib.config.export_rules import EXPORT_RULES
 from lib.config.initial_rules import INITIAL_RULES
 from lib.config.layout_rules import LAYOUT_RULES
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.operation import EvaluateConfig
-from lib.config.run_config import in_samples
+from lib.config.run_config import in_samples, longest_seq_length
 from lib.config.schema import (
     ModelSection,
     OptimizerConfig,
@@ -87,16 +90,16 @@ def rope_needs_even_head_dim(model: ModelSection) -> Iterator[Problem]:
 
 
 def positions_cover_the_sequence(
-    model: ModelSection, training: TrainingSection
+    model: ModelSection, training: TrainingSection, data: DataSection
 ) -> Iterator[Problem]:
     """A learned position has a row of its own, so there must be one for each token."""
-    rows = model.max_position_embeddings
-    if model.position_embedding == "learned" and rows is not None and rows < training.seq_length:
+    rows, longest = model.max_position_embeddings, longest_seq_length(training, data)
+    if model.position_embedding == "learned" and rows is not None and rows < longest:
         yield Problem(
             "model.max_position_embeddings",
             str(rows),
-            f"must be at least training.seq_length = {training.seq_length} for learned positions",
-            f"write {training.seq_length} or more, null, or a seq_length of at most {rows}",
+            f"must be at least the longest seq_length = {longest} for learned positions",
+            f"write {longest} or more, null, or a seq_length of at most {rows}",
         )
 
 
@@ -279,6 +282,7 @@ ALL_RULES: tuple[Rule, ...] = (
     top_k_is_at_most_the_vocabulary,
     *LAYOUT_RULES,
     *BATCH_RULES,
+    *BLEND_RULES,
     *DATA_RULES,
     *EXPORT_RULES,
     *INITIAL_RULES,

@@ -7,11 +7,13 @@ deterministic, so that DVC sees a change only where there is one.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from lib.config.batch_schedule import BatchSchedule
+from lib.config.data_facts import DataFacts, Phase, TokensFacts, resolve_data
+from lib.config.data_section import DataSection, planned_phases
 from lib.config.operation import CheckpointConfig
 from lib.config.params_file import ParamsFile
 from lib.config.schema import (
@@ -25,54 +27,11 @@ from lib.config.schema import (
     Section,
     TrainingConfig,
     TrainingSection,
+    TrainingShape,
 )
 from lib.errors import UserError
 
 _FFN_MULTIPLE = 64
-
-
-class SplitRange(Section):
-    """One split of the corpus: a contiguous range of documents."""
-
-    documents: tuple[int, int]
-    """First document and the one after the last."""
-
-    tokens: int
-    """Tokens of these documents, end-of-document tokens included."""
-
-    samples: int
-    """Samples of seq_length tokens in them: (tokens - 1) // seq_length, at least 0."""
-
-
-class DataFacts(Section):
-    """The tokenised corpus, as its manifest and its index describe it."""
-
-    prefix: str
-    """Path of the .bin and .idx without the ending."""
-
-    tokens_sha256: str
-    """sha256 of the .bin: another corpus is another run."""
-
-    tokenizer_fingerprint: str
-    """sha256 of the tokenizer that made the tokens."""
-
-    vocab_size: int = Field(ge=1)
-    """Token ids are 0 to vocab_size - 1."""
-
-    eod_id: int = Field(ge=0)
-    """Id of the end-of-document token."""
-
-    dtype: Literal["uint8", "uint16", "int32", "int64"]
-    """Number type of the .bin."""
-
-    documents: int
-    """Documents in all."""
-
-    tokens: int
-    """Tokens in all."""
-
-    splits: dict[Literal["train", "valid", "test"], SplitRange]
-    """The three splits."""
 
 
 class DerivedNumbers(Section):
@@ -85,13 +44,13 @@ class DerivedNumbers(Section):
     """Weights, without the padding rows of the vocabulary."""
 
     tokens_per_step: int
-    """global_batch_size x seq_length; a ramp-up begins with fewer."""
+    """global_batch_size x seq_length; a ramp-up begins with fewer, a later phase may have more."""
 
     train_tokens: int
-    """Tokens that training sees."""
+    """Tokens that training sees, in all phases."""
 
     epochs: float
-    """Passes over the training split."""
+    """Passes over the training documents of the corpus that is read most often."""
 
 
 class InitialWeights(Section):
@@ -108,6 +67,7 @@ class InitialWeights(Section):
 
 
 _NO_WEIGHTS = InitialWeights()
+_BY_SIZE = DataSection()
 
 
 class RunConfig(Section):
@@ -123,6 +83,24 @@ class RunConfig(Section):
     data: DataFacts
     derived: DerivedNumbers
     initial: InitialWeights = _NO_WEIGHTS
+
+    @property
+    def longest_seq_length(self) -> int:
+        """Tokens of the longest sample of any phase."""
+        return max(phase.seq_length for phase in self.data.phases)
+
+    def phase_at(self, consumed_samples: int) -> Phase:
+        """The phase of the sample that follows ``consumed_samples``."""
+        return self.data.phases[self.data.phase_index_at(consumed_samples)]
+
+    def before_phase(self, index: int) -> Self:
+        """The run that this one is without its phases from ``index`` (at least 1) on.
+
+        Its fingerprint is that of a run whose parameters never had these phases: corpora that only
+        they read have no weight in it, and so no part in the fingerprint.
+        """
+        data = self.data.model_copy(update={"phases": self.data.phases[:index]})
+        return self.model_copy(update={"data": data})
 
     def to_json(self) -> str:
         """The file's text: sorted keys, two spaces, one newline at the end."""
@@ -161,14 +139,18 @@ class Params:
     schedule: ScheduleSection
     training: TrainingSection
     checkpoint: CheckpointConfig
+    data: DataSection = _BY_SIZE
+    corpora: tuple[str, ...] | None = None
+    """Names of the section ``corpora``; None takes all corpora that there are tokens of."""
 
     @classmethod
     def from_file(cls, params_file: ParamsFile) -> Self:
-        """Reads the seven sections.
+        """Reads the sections; of ``corpora`` the names are enough.
 
         Raises:
             InvalidParams: at the first section that is not sound.
         """
+        corpora = params_file.plain("corpora")
         return cls(
             model=params_file.section("model", ModelSection),
             precision=params_file.section("precision", PrecisionConfig),
@@ -177,14 +159,32 @@ class Params:
             schedule=params_file.section("schedule", ScheduleSection),
             training=params_file.section("training", TrainingSection),
             checkpoint=params_file.section("checkpoint", CheckpointConfig),
+            data=params_file.section("data", DataSection),
+            corpora=tuple(corpora) if isinstance(corpora, dict) else None,
         )
 
+    @property
+    def longest_seq_length(self) -> int:
+        """Tokens of the longest sample of any phase."""
+        return longest_seq_length(self.training, self.data)
 
-def resolve(params: Params, facts: DataFacts, initial: InitialWeights = _NO_WEIGHTS) -> RunConfig:
-    """The run configuration of parameters that break no rule of ``lib.config.rules``."""
-    model = resolve_model(params.model, params.training.seq_length)
+
+def resolve(
+    params: Params, tokens: TokensFacts, initial: InitialWeights = _NO_WEIGHTS
+) -> RunConfig:
+    """The run configuration of parameters that break no rule of ``lib.config.rules``.
+
+    Args:
+        params: the sections.
+        tokens: facts of all corpora that are read; those of another run configuration
+            (``DataFacts``) serve where they hold these corpora.
+        initial: the weights to start from.
+    """
+    model = resolve_model(params.model, params.longest_seq_length)
     training = resolve_training(params.training)
-    train_samples_per_epoch = facts.splits["train"].samples
+    corpora = tuple(tokens.corpora) if params.corpora is None else params.corpora
+    facts = resolve_data(training, params.data, corpora, tokens)
+    samples = training.train_samples
     return RunConfig(
         model=model,
         precision=params.precision,
@@ -198,15 +198,20 @@ def resolve(params: Params, facts: DataFacts, initial: InitialWeights = _NO_WEIG
             padded_vocab_size=padded_size(facts.vocab_size, model.vocab_size_multiple),
             num_parameters=count_parameters(model, facts.vocab_size),
             tokens_per_step=training.global_batch_size * training.seq_length,
-            train_tokens=training.train_samples * training.seq_length,
-            epochs=training.train_samples / train_samples_per_epoch,
+            train_tokens=facts.tokens_before(samples),
+            epochs=max(facts.passes(samples).values()),
         ),
         initial=initial,
     )
 
 
+def longest_seq_length(training: TrainingShape, data: DataSection) -> int:
+    """Tokens of the longest sample of any phase."""
+    return max(phase.seq_length for phase in planned_phases(training, data))
+
+
 def resolve_model(section: ModelSection, seq_length: int) -> ModelConfig:
-    """Fills in the nulls of a model section."""
+    """Fills in the nulls of a model section; ``seq_length`` is the longest of all phases."""
     hidden = section.hidden_size
     derived = {
         "num_query_groups": section.num_attention_heads,

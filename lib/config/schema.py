@@ -93,8 +93,8 @@ class ModelSection(ModelShape):
     as each other, 8/3 hidden_size rounded up to a multiple of 64."""
 
     max_position_embeddings: int | None = Field(default=None, ge=1)
-    """Longest sequence the model is made for, in tokens. Null: training.seq_length. With learned
-    positions it must be at least that."""
+    """Longest sequence the model is made for, in tokens. Null: the longest seq_length of the
+    training. With learned positions it must be at least that."""
 
     qkv_bias: bool | None = None
     """Biases of the query, key and value layers alone (Qwen2: true with bias false). Null: as
@@ -271,7 +271,8 @@ class TrainingShape(Section):
     else show how much of a result is chance."""
 
     seq_length: int = Field(ge=1)
-    """Tokens per sample. Attention's cost grows with its square."""
+    """Tokens per sample, until a phase of section data says otherwise; the loss is measured in
+    samples of this length throughout. Attention's cost grows with its square."""
 
     micro_batch_size: int = Field(ge=1)
     """Samples that one process computes at once. Only speed and memory depend on it."""

@@ -33,13 +33,14 @@ def file_name_of(url: str) -> str:
     return PurePosixPath(unquote(urlsplit(url).path)).name
 
 
-def fetch(file: UrlOptions, folder: Path, advance: Callable[[int], None]) -> Path:
+def fetch(file: UrlOptions, folder: Path, section: str, advance: Callable[[int], None]) -> Path:
     """Downloads a file, or finds it downloaded.
 
     Args:
         file: the URL and its sha256.
         folder: where the file goes. The name holds a part of the checksum, so that a file of
             another version never gets into the way.
+        section: the corpus in the parameter file, for messages: ``corpora.NAME``.
         advance: called with every number of bytes received.
 
     Raises:
@@ -54,7 +55,7 @@ def fetch(file: UrlOptions, folder: Path, advance: Callable[[int], None]) -> Pat
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     while True:
         resumed = partial.exists()
-        _download(file.url, partial, advance)
+        _download(file.url, partial, section, advance)
         actual = sha256_of(partial)
         if actual == file.sha256:
             partial.replace(path)
@@ -63,12 +64,13 @@ def fetch(file: UrlOptions, folder: Path, advance: Callable[[int], None]) -> Pat
         partial.unlink()
         if not resumed:  # else the first part may be from another version: once more, from zero
             raise UserError(
-                f"{file.url}: the {size:,} bytes received have sha256 {actual}, but corpus.urls "
-                f"says {file.sha256}; correct the checksum if the file was meant to change"
+                f"{file.url}: the {size:,} bytes received have sha256 {actual}, but "
+                f"{section}.urls says {file.sha256}; correct the checksum if the file was meant to "
+                "change"
             )
 
 
-def _download(url: str, partial: Path, advance: Callable[[int], None]) -> None:
+def _download(url: str, partial: Path, section: str, advance: Callable[[int], None]) -> None:
     """Receives until the file is whole by its length, resuming after each break."""
     most, breaks = _size(partial), 0
     while True:
@@ -80,7 +82,7 @@ def _download(url: str, partial: Path, advance: Callable[[int], None]) -> None:
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code not in _PASSING:
                 raise UserError(
-                    f"{url}: the server says {error.code} {error.reason}; correct corpus.urls"
+                    f"{url}: the server says {error.code} {error.reason}; correct {section}.urls"
                 ) from error
             reason = f"the server says {error.code} {error.reason}"
         except (OSError, http.client.HTTPException) as error:

@@ -11,11 +11,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from lib.atomic import sha256_of, write_text_atomically
+from lib.atomic import write_text_atomically
 from lib.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
-_REMEDY = "make it again: python -m stages.download_corpus"
 
 
 class Shard(BaseModel):
@@ -33,17 +32,22 @@ class Shard(BaseModel):
     """Bytes of the file."""
     sha256: str
     """Checksum of the file."""
+    frames: tuple[int, ...]
+    """Bytes of each zstd frame in the file, in order; together they are ``bytes``. A frame holds
+    whole documents, so any of them can be read by itself."""
+    frame_documents: tuple[int, ...]
+    """Documents in each frame, so that any document is found by reading one frame."""
 
 
 class RawManifest(BaseModel):
-    """What data/raw holds."""
+    """What data/raw/NAME holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     """Version of this manifest's own form."""
     source: str
-    """``corpus.source``."""
+    """Key ``source`` of its section."""
     documents: int
     """Documents in all shards."""
     text_bytes: int
@@ -51,7 +55,7 @@ class RawManifest(BaseModel):
     rejected: dict[str, int]
     """What was kept out, by kind."""
     options: dict[str, JsonValue]
-    """The section corpus."""
+    """The section of the corpus."""
     versions: dict[str, str]
     """Versions of what decides the bytes: Python, whose library may be the corpus, and zstandard,
     which compresses it."""
@@ -80,11 +84,18 @@ def read_manifest(raw_dir: Path) -> RawManifest:
     try:
         return RawManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(f"{path}: is missing, so {raw_dir} holds no corpus; {_REMEDY}") from None
+        raise UserError(
+            f"{path}: is missing, so {raw_dir} holds no corpus; {remedy(raw_dir)}"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(step) for step in first["loc"])
-        raise UserError(f"{path}: {field}: {first['msg']}; {_REMEDY}") from None
+        raise UserError(f"{path}: {field}: {first['msg']}; {remedy(raw_dir)}") from None
+
+
+def remedy(raw_dir: Path) -> str:
+    """What to do about a raw corpus that is not as its manifest says."""
+    return f"make it again: python -m stages.download_corpus --corpus {raw_dir.name}"
 
 
 def check_size(raw_dir: Path, shard: Shard) -> Path:
@@ -93,7 +104,7 @@ def check_size(raw_dir: Path, shard: Shard) -> Path:
     size = path.stat().st_size if path.is_file() else None
     if size != shard.bytes:
         has = "is missing" if size is None else f"has {size:,} bytes"
-        raise UserError(f"{path}: {has}, its manifest says {shard.bytes:,}; {_REMEDY}")
+        raise UserError(f"{path}: {has}, its manifest says {shard.bytes:,}; {remedy(raw_dir)}")
     return path
 
 
@@ -102,5 +113,5 @@ def check_sha256(path: Path, shard: Shard, actual: str) -> None:
     if actual != shard.sha256:
         raise UserError(
             f"{path}: its sha256 is {actual}, its manifest says {shard.sha256}: it was changed or "
-            f"damaged; {_REMEDY}"
+            f"damaged; {remedy(path.parent)}"
         )

@@ -1,4 +1,4 @@
-"""Typed options of the data stages: the sections corpus, tokenizer and tokens of params.yaml.
+"""Typed options of the data stages: the sections corpora, tokenizer and tokens of params.yaml.
 
 They live here, not in ``lib.config``, so that a new training parameter never touches the data
 stages and so never tokenises a corpus again. A docstring under each field says what it means, in
@@ -8,12 +8,14 @@ which unit, and why the default is what it is.
 import re
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 
-from lib.errors import InvalidParams, Problem
+from lib.errors import InvalidParams, Problem, UserError
 
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# Names of folders and of DVC's stages. Not digits alone: YAML would read a number.
+_CORPUS_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def _missing(field: str, reader: str, remedy: str) -> Problem:
@@ -63,7 +65,7 @@ class UrlOptions(BaseModel):
 
 
 class CorpusOptions(BaseModel):
-    """Where the documents come from, and how they are stored."""
+    """Where the documents of a corpus come from, and how they are stored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -101,7 +103,13 @@ class CorpusOptions(BaseModel):
 
     max_documents: int | None = Field(default=None, ge=1)
     """Stop reading after so many documents; null reads all. They are the first ones of the source,
-    in its own order."""
+    in its own order, duplicates included."""
+
+    deduplicate: bool = False
+    """Whether a text that occurs several times is kept once: of equal texts the first of the source
+    stays, the others are left out and counted. Equal means to the last byte (by a 128-bit hash).
+    This costs no memory, since documents are sorted by that hash anyway. Off by default, since
+    how often a text occurs may be meant."""
 
     seed: int = Field(default=1234, ge=0)
     """Key of the hash by which documents are ordered. The order is that of a shuffle, so that any
@@ -128,7 +136,7 @@ class CorpusOptions(BaseModel):
 
     def _missing_fields(self) -> list[Problem]:
         """What the chosen source needs and does not have."""
-        reader = f"corpus.source = {self.source}"
+        reader = f"source = {self.source}"
         problems = []
         if self.source == "files" and not self.paths:
             problems.append(_missing("paths", reader, "list at least one glob"))
@@ -158,10 +166,51 @@ class CorpusOptions(BaseModel):
             "revision": ("huggingface", self.revision),
         }
         return [
-            _unused(field, value, f"corpus.source = {self.source}", f"set corpus.source: {reader}")
+            _unused(field, value, f"source = {self.source}", f"set source: {reader}")
             for field, (reader, value) in readers.items()
             if value and self.source != reader
         ]
+
+
+class Corpora(RootModel[dict[str, CorpusOptions]]):
+    """All corpora, by the names that the user gives them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.root:
+            raise ValueError("names no corpus; write a name and below it the keys of a corpus")
+        wrong = [name for name in self.root if not _CORPUS_NAME.fullmatch(name)]
+        _raise_all(
+            [
+                Problem(
+                    name,
+                    "(this name)",
+                    "a corpus's name has small letters, digits and underscores, a letter first",
+                    "rename it, such as web_2024",
+                )
+                for name in wrong
+            ]
+        )
+        return self
+
+    def choose(self, name: str | None) -> str:
+        """The corpus that a stage's option --corpus means; with one corpus it may be left out.
+
+        Raises:
+            UserError: it is missing, or there is no such corpus.
+        """
+        names = ", ".join(self.root)
+        if name is None:
+            if len(self.root) == 1:
+                return next(iter(self.root))
+            raise UserError(f"--corpus is missing: there are several; name one of {names}")
+        if name not in self.root:
+            raise UserError(
+                f"--corpus {name}: no such corpus in the section corpora; it has {names}"
+            )
+        return name
 
 
 class TokenizerOptions(BaseModel):
@@ -170,7 +219,7 @@ class TokenizerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["train_bpe", "tokenizer_json", "gpt2", "sentencepiece"] = "train_bpe"
-    """``train_bpe``: train a byte-level BPE on the corpus, the default since it needs nothing else.
+    """``train_bpe``: train a byte-level BPE on the corpora, the default: it needs nothing else.
     ``tokenizer_json``: take a tokenizer.json (``path``). ``gpt2``: take a vocab.json and a
     merges.txt (``vocab_file``, ``merges_file``). ``sentencepiece``: take a .model (``path``)."""
 
@@ -191,8 +240,9 @@ class TokenizerOptions(BaseModel):
     """The special token that ends a document. A given tokenizer must have it."""
 
     train_megabytes: int = Field(default=100, ge=1)
-    """For ``train_bpe``: text to train on, in millions of bytes, from the start of the corpus
-    (which is in random order). More hardly changes the merges, and takes memory and time."""
+    """For ``train_bpe``: text to train on, in millions of bytes, from the start of each corpus
+    (which is in random order) by its share of all text. More hardly changes the merges, and takes
+    memory and time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -224,6 +274,10 @@ class TokensOptions(BaseModel):
     """Whether the end-of-document token follows each document, so that the model learns where
     texts end and samples can cross from one to the next."""
 
+    min_document_tokens: int | None = Field(default=None, ge=1)
+    """Shortest document, in tokens before the end-of-document token: shorter ones are left out and
+    counted. null leaves out the empty ones alone."""
+
     max_document_tokens: int | None = Field(default=None, ge=1)
     """Longest document, in tokens before the end-of-document token; null sets no limit."""
 
@@ -233,3 +287,27 @@ class TokensOptions(BaseModel):
 
     workers: int | None = Field(default=None, ge=1)
     """Processes that tokenise; null takes all cores. The output does not depend on it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        low, high = self.min_document_tokens, self.max_document_tokens
+        if low and high and low > high:
+            _raise_all(
+                [
+                    Problem(
+                        "min_document_tokens",
+                        str(low),
+                        f"is above max_document_tokens = {high}, so that no document would fit",
+                        "lower it, or raise max_document_tokens",
+                    )
+                ]
+            )
+        return self
+
+
+DATA_SECTIONS: dict[str, type[BaseModel]] = {
+    "corpora": Corpora,
+    "tokenizer": TokenizerOptions,
+    "tokens": TokensOptions,
+}
+"""The sections of the parameter file that the data stages read."""

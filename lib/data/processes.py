@@ -14,13 +14,71 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from lib.cli import die_with_parent
 from lib.errors import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Item = TypeVar("Item", contravariant=True)
+
+
+class Pool(Protocol[Item, R]):
+    """What applies a function to items: here, in processes, or on other machines.
+
+    Attributes:
+        count: items that are worked on at once.
+    """
+
+    count: int
+
+    def __enter__(self) -> Self:
+        """Starts it."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Ends it; at once, when the block raised."""
+        ...
+
+    def submit(self, item: Item) -> Future[R]:
+        """Hands an item over."""
+        ...
+
+
+class NoProcesses(Generic[T, R]):
+    """The work done at once, by the caller itself.
+
+    Attributes:
+        count: 1.
+    """
+
+    def __init__(self, function: Callable[[T], R]) -> None:
+        """Takes the function to apply."""
+        self._function = function
+        self.count = 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def submit(self, item: T) -> Future[R]:
+        """Works on the item; an error is raised here and now."""
+        future: Future[R] = Future()
+        future.set_result(self._function(item))
+        return future
 
 
 class ProcessPool(Generic[T, R]):
@@ -28,19 +86,22 @@ class ProcessPool(Generic[T, R]):
 
     Use as a context manager, from the main thread. When the block raises, the processes are killed
     at once; when the parent is killed they end by themselves.
+
+    Attributes:
+        count: the number of processes.
     """
 
     def __init__(self, function: Callable[[T], R], count: int) -> None:
         """Takes a function that can be pickled, and the number of processes."""
         self._function = function
-        self._count = count
+        self.count = count
 
     def __enter__(self) -> Self:
-        self._workers = [_Worker(self._function) for _ in range(self._count)]
+        self._workers = [_Worker(self._function) for _ in range(self.count)]
         self._free: SimpleQueue[_Worker[T, R]] = SimpleQueue()
         for worker in self._workers:
             self._free.put(worker)
-        self._threads = ThreadPoolExecutor(self._count)
+        self._threads = ThreadPoolExecutor(self.count)
         return self
 
     def __exit__(
@@ -119,7 +180,4 @@ def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
 def _how_it_ended(code: int) -> str:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     hint = ", most likely because memory ran out" if code == -signal.SIGKILL else ""
-    return (
-        f"a worker process {how}{hint}; nothing was written; run again, with fewer tokens.workers "
-        "if memory is short"
-    )
+    return f"a worker process {how}{hint}; run again, with fewer tokens.workers if memory is short"

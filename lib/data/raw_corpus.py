@@ -1,8 +1,9 @@
-"""From documents to data/raw: put in order, cut into shards, described by a manifest."""
+"""From documents to data/raw/NAME: put in order, cut into shards, described by a manifest."""
 
 import platform
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import zstandard
@@ -11,7 +12,7 @@ from lib.data.disk import explain_full_disk
 from lib.data.documents import RawDocument
 from lib.data.manifest import RawManifest, write_manifest
 from lib.data.options import CorpusOptions
-from lib.data.rejections import Rejections
+from lib.data.rejections import DUPLICATE, Rejections
 from lib.data.shards import write_shards
 from lib.data.shuffle import gather, scatter
 from lib.errors import UserError
@@ -30,8 +31,8 @@ def collect_documents(
 
     Args:
         documents: the corpus as its source orders it.
-        options: the section corpus.
-        folder: the folder that becomes data/raw.
+        options: the section of the corpus.
+        folder: the folder that becomes data/raw/NAME.
         advance: called with numbers of documents done.
 
     Returns:
@@ -51,10 +52,12 @@ def write_corpus(
 ) -> RawManifest:
     """Second half: from the buckets to shards, in order, and the manifest last.
 
+    Duplicates are left out here, where equal texts come one after another.
+
     Args:
-        options: the section corpus.
-        rejections: what was kept out, for the manifest.
-        folder: the folder that becomes data/raw, filled by ``collect_documents``.
+        options: the section of the corpus.
+        rejections: what was kept out, for the manifest; takes the duplicates.
+        folder: the folder that becomes data/raw/NAME, filled by ``collect_documents``.
         advance: called with numbers of documents done.
 
     Raises:
@@ -62,14 +65,15 @@ def write_corpus(
     """
     buckets = folder / _BUCKETS
     with explain_full_disk(folder):
-        documents = gather(buckets, advance)
+        duplicate = partial(rejections.count, DUPLICATE) if options.deduplicate else None
+        documents = gather(buckets, advance, duplicate)
         shards = write_shards(documents, folder, options.shard_megabytes * _MEGABYTE)
         shutil.rmtree(buckets)
     rejected = dict(sorted(rejections.counts.items()))
     if not shards:
         raise UserError(
-            f"corpus.source = {options.source}: no document was found (kept out: "
-            f"{rejected or 'none'}); check the section corpus"
+            f"{rejections.section}.source = {options.source}: no document was found (kept out: "
+            f"{rejected or 'none'}); check that section"
         )
     manifest = RawManifest(
         source=options.source,

@@ -1,4 +1,4 @@
-"""What is kept out of the corpus: counted by kind, within the limit that the user set."""
+"""What is kept out of a corpus: counted by kind, within the limit that the user set."""
 
 from collections import Counter
 
@@ -6,6 +6,7 @@ from lib.data.options import CorpusOptions
 from lib.errors import UserError
 
 EMPTY = "empty"
+DUPLICATE = "duplicate"
 MALFORMED = "malformed_json"
 NOT_AN_OBJECT = "not_an_object"
 MISSING_KEY = "missing_key"
@@ -49,23 +50,25 @@ def checked_text(value: object, text_key: str) -> str:
 
 
 class Rejections:
-    """Counts what is kept out and applies ``corpus.on_bad_record``.
+    """Counts what is kept out of one corpus and applies its ``on_bad_record``.
 
     Attributes:
-        counts: how many of each kind, empty documents included.
+        section: the corpus in the parameter file, as messages name it: ``corpora.NAME``.
+        counts: how many of each kind, empty documents and duplicates included.
         examples: the first few bad records, each as ``file:line: what is wrong``.
     """
 
-    def __init__(self, options: CorpusOptions) -> None:
+    def __init__(self, section: str, options: CorpusOptions) -> None:
+        self.section = section
         self.counts: Counter[str] = Counter()
         self.examples: list[str] = []
         self._stop = options.on_bad_record == "stop"
         self._limit = options.max_bad_records
         self._bad = 0
 
-    def leave_out_empty(self) -> None:
-        """Counts an empty document, which is no fault."""
-        self.counts[EMPTY] += 1
+    def count(self, kind: str) -> None:
+        """Counts an empty document or a duplicate, which is no fault."""
+        self.counts[kind] += 1
 
     def leave_out(self, kind: str, place: str, detail: str) -> None:
         """Counts a bad record whatever the policy: for a source that the user cannot mend."""
@@ -86,14 +89,14 @@ class Rejections:
         """
         if self._stop:
             raise UserError(
-                f"{place}: {detail}; mend that record, or set corpus.on_bad_record to skip "
-                "so that such records are left out and counted"
+                f"{place}: {detail}; mend that record, or set {self.section}.on_bad_record "
+                "to skip so that such records are left out and counted"
             )
         self.leave_out(kind, place, detail)
         self._bad += 1
         if self._bad > self._limit:
             raise UserError(
-                f"more than {self._limit} bad records (corpus.max_bad_records); "
-                f"the first: {' | '.join(self.examples)}; "
-                "mend the corpus, or raise corpus.max_bad_records if so many may be left out"
+                f"more than {self._limit} bad records ({self.section}.max_bad_records); "
+                f"the first: {' | '.join(self.examples)}; mend the corpus, or raise "
+                f"{self.section}.max_bad_records if so many may be left out"
             )

@@ -19,9 +19,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from lib.data.split_pattern import MARKED_WORDS, SPACE_MARK
 from lib.errors import UserError
 
-_SPACE = "\u2581"
 _BPE_MODEL = 2
 _UNIGRAM_MODEL = 1
 _MODEL_NAMES = {_UNIGRAM_MODEL: "unigram", _BPE_MODEL: "bpe", 3: "word", 4: "char"}
@@ -97,13 +97,13 @@ def to_tokenizer(model: SentencePieceModel, where: str) -> Tokenizer:
     )
     steps: list[Any] = []
     if model.add_dummy_prefix:
-        steps.append(normalizers.Prepend(_SPACE))
-    steps.append(normalizers.Replace(" ", _SPACE))
+        steps.append(normalizers.Prepend(SPACE_MARK))
+    steps.append(normalizers.Replace(" ", SPACE_MARK))
     backend.normalizer = normalizers.Sequence(steps)
     if not any(_joins_across_space(piece) for piece in model.pieces):
         # No piece holds a space after something else, so nothing is ever joined across such a
         # place: cutting there changes no id, and words instead of whole texts hit the cache.
-        words = Regex(f"{_SPACE}*[^{_SPACE}]+|{_SPACE}+")
+        words = Regex(MARKED_WORDS.words.pattern)
         backend.pre_tokenizer = pre_tokenizers.Split(words, behavior="isolated")
     backend.decoder = _decoder(model)
     controls = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
@@ -119,7 +119,7 @@ def to_tokenizer(model: SentencePieceModel, where: str) -> Tokenizer:
 
 def _decoder(model: SentencePieceModel) -> decoders.Decoder:
     steps: list[Any] = [
-        decoders.Replace(_SPACE, " "),
+        decoders.Replace(SPACE_MARK, " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
@@ -162,7 +162,7 @@ def _in_brackets(text: str) -> bool:
 
 
 def _joins_across_space(piece: Piece) -> bool:
-    return piece.type == PieceType.NORMAL and _SPACE in piece.text.lstrip(_SPACE)
+    return piece.type == PieceType.NORMAL and SPACE_MARK in piece.text.lstrip(SPACE_MARK)
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:

@@ -6,15 +6,17 @@ on how files are listed or named nor on how many shards there are.
 
 Sorting is external, in two passes. The first appends each document to one of 256 files by the
 first byte of its hash. The second takes the files in turn, sorts one file's hashes in memory and
-reads its documents in that order. Held in memory are one document, and about 150 bytes for each
-document of one file: 60 MB for a corpus of 100 million.
+reads its documents in that order. Held in memory are one document, and about 110 bytes for each
+document of one file: 0.4 bytes for each document of the corpus, 43 MB for 100 million.
+
+Equal texts have equal hashes and so come out side by side: leaving out duplicates takes no memory
+beyond that.
 """
 
 import contextlib
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -27,6 +29,8 @@ _DIGEST_BYTES = 16
 # bytes of the stored line. Big-endian, so that keys compare as bytes.
 _KEY = struct.Struct(f">{_DIGEST_BYTES}sQ")
 _HEADER = struct.Struct(f">{_KEY.size}sQQ")
+# A header and where its line begins in the file.
+_ENTRY = struct.Struct(f">{_HEADER.size}sQ")
 # Calls to ``advance`` cost more than the work on a short document; they come in hundreds.
 _PER_ADVANCE = 200
 
@@ -74,20 +78,32 @@ def scatter(
     return position
 
 
-def gather(folder: Path, advance: Callable[[int], None]) -> Iterator[EncodedDocument]:
+def gather(
+    folder: Path,
+    advance: Callable[[int], None],
+    leave_out_duplicate: Callable[[], None] | None = None,
+) -> Iterator[EncodedDocument]:
     """Second pass: all documents in order; each bucket file is removed once it is read.
 
     Args:
         folder: the folder that ``scatter`` filled.
         advance: called with numbers of documents done.
+        leave_out_duplicate: called for each document whose text an earlier one of the source had,
+            which is then left out; None keeps them all. Equal means equal in all 128 bits of the
+            hash.
     """
     done = 0
     for number in range(_BUCKETS):
         path = _bucket_path(folder, number)
         if not path.exists():
             continue
-        for document in _sorted_bucket(path):
-            yield document
+        previous = b""
+        for digest, document in _sorted_bucket(path):
+            if digest != previous or leave_out_duplicate is None:
+                yield document
+            else:
+                leave_out_duplicate()
+            previous = digest
             done += 1
             if done % _PER_ADVANCE == 0:
                 advance(_PER_ADVANCE)
@@ -99,15 +115,20 @@ def _bucket_path(folder: Path, number: int) -> Path:
     return folder / f"bucket-{number:03d}"
 
 
-def _sorted_bucket(path: Path) -> Iterator[EncodedDocument]:
+def _sorted_bucket(path: Path) -> Iterator[tuple[bytes, EncodedDocument]]:
+    """The documents of a bucket in order, each after its digest."""
     with path.open("rb", buffering=_BUFFER) as file:
-        entries: list[tuple[bytes, int, int, int]] = []
+        # Packed, since tuples would take more than twice the memory. They compare by their keys,
+        # with which they begin and of which no two are equal.
+        entries: list[bytes] = []
         while header := file.read(_HEADER.size):
-            key, text_bytes, line_bytes = _HEADER.unpack(header)
             start = file.tell()
-            entries.append((key, start, line_bytes, text_bytes))
-            file.seek(start + line_bytes)
-        entries.sort(key=itemgetter(0))
-        for _key, start, line_bytes, text_bytes in entries:
+            entries.append(_ENTRY.pack(header, start))
+            file.seek(start + _HEADER.unpack(header)[2])
+        entries.sort()
+        for entry in entries:
+            header, start = _ENTRY.unpack(entry)
+            key, text_bytes, line_bytes = _HEADER.unpack(header)
             file.seek(start)
-            yield EncodedDocument(file.read(line_bytes), text_bytes)
+            line = file.read(line_bytes)
+            yield key[:_DIGEST_BYTES], EncodedDocument(line, text_bytes)

@@ -39,8 +39,12 @@ _SUFFIXES = _JSONL + _TXT + _PARQUET
 _PARQUET_ROWS = 64
 
 
-def find_files(paths: tuple[str, ...]) -> list[Path]:
+def find_files(paths: tuple[str, ...], field: str) -> list[Path]:
     """All files that the globs match, each once, sorted by name.
+
+    Args:
+        paths: the globs.
+        field: where the parameter file has them, for messages.
 
     Raises:
         UserError: if a glob matches no file, or a file's ending is unknown.
@@ -52,7 +56,7 @@ def find_files(paths: tuple[str, ...]) -> list[Path]:
         files = [path for path in matches if path.is_file()]
         if not files:
             raise UserError(
-                f"corpus.paths: {pattern} matches no file (looked from {Path.cwd()}); "
+                f"{field}: {pattern} matches no file (looked from {Path.cwd()}); "
                 "correct the glob, or remove it"
             )
         found.update(files)
@@ -77,7 +81,7 @@ def read_file(
     Args:
         path: the file; its ending says how to read it.
         label: what documents and errors call it: the path or the URL that it came from.
-        options: the section corpus.
+        options: the section of the corpus.
         rejections: takes the records that cannot be used.
 
     Raises:
@@ -120,7 +124,7 @@ def _read_jsonl(
     if records and not with_key:
         raise UserError(
             f"{label}: none of its {records:,} records has the key {options.text_key!r} "
-            f"(corpus.text_key); {first_wrong}; correct corpus.text_key, or the file"
+            f"({rejections.section}.text_key); {first_wrong}; correct that key, or the file"
         )
 
 
@@ -184,8 +188,8 @@ def _read_parquet(
             columns = table.schema_arrow.names
             if key not in columns:
                 raise UserError(
-                    f"{label}: has no column {key!r} (corpus.text_key); its columns are: "
-                    f"{', '.join(columns)}; correct corpus.text_key"
+                    f"{label}: has no column {key!r} ({rejections.section}.text_key); its "
+                    f"columns are: {', '.join(columns)}; correct that key"
                 )
             for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key]):
                 for scalar in batch.column(0):

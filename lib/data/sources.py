@@ -9,7 +9,14 @@ from pathlib import Path
 from lib.data.documents import RawDocument
 from lib.data.fetch import fetch, file_name_of
 from lib.data.options import CorpusOptions
-from lib.data.rejections import BAD_ENCODING, MISSING_KEY, Rejections, WrongRecord, checked_text
+from lib.data.rejections import (
+    BAD_ENCODING,
+    EMPTY,
+    MISSING_KEY,
+    Rejections,
+    WrongRecord,
+    checked_text,
+)
 from lib.data.source_files import check_suffix, decode_text_file, find_files, read_file
 from lib.errors import UserError
 
@@ -29,12 +36,13 @@ class SourceFile:
 
 
 def locate_files(
-    options: CorpusOptions, download_dir: Path, advance: Callable[[int], None]
+    section: str, options: CorpusOptions, download_dir: Path, advance: Callable[[int], None]
 ) -> list[SourceFile]:
     """The files of the sources ``files`` and ``url``, downloaded where they must be.
 
     Args:
-        options: the section corpus.
+        section: the corpus in the parameter file, for messages: ``corpora.NAME``.
+        options: the keys of that section.
         download_dir: where downloads are kept.
         advance: called with every number of bytes downloaded.
 
@@ -44,9 +52,13 @@ def locate_files(
     if options.source == "url":
         for file in options.urls:
             check_suffix(file_name_of(file.url))
-        return [SourceFile(fetch(file, download_dir, advance), file.url) for file in options.urls]
+        return [
+            SourceFile(fetch(file, download_dir, section, advance), file.url)
+            for file in options.urls
+        ]
     if options.source == "files":
-        return [SourceFile(path, _label_of(path)) for path in find_files(options.paths)]
+        paths = find_files(options.paths, f"{section}.paths")
+        return [SourceFile(path, _label_of(path)) for path in paths]
     return []
 
 
@@ -63,7 +75,7 @@ def read_documents(
     """The corpus as its source orders it, without empty documents, up to ``max_documents``.
 
     Args:
-        options: the section corpus.
+        options: the section of the corpus.
         files: what ``locate_files`` gave.
         rejections: takes what is kept out.
     """
@@ -83,7 +95,7 @@ def _without_empty(
 ) -> Iterator[RawDocument]:
     for document in documents:
         if not document.text or document.text.isspace():
-            rejections.leave_out_empty()
+            rejections.count(EMPTY)
         else:
             yield document
 
@@ -109,7 +121,7 @@ def read_stdlib(folder: Path, rejections: Rejections) -> Iterator[RawDocument]:
     ]
     if not modules:
         raise UserError(
-            f"corpus.source = python_stdlib: no module's source lies in {folder}; "
+            f"{rejections.section}.source = python_stdlib: no module's source lies in {folder}; "
             "use a Python that has it, or another source"
         )
     for path in sorted(modules):
@@ -128,7 +140,7 @@ def read_huggingface(options: CorpusOptions, rejections: Rejections) -> Iterator
     """
     name, key = options.dataset or "", options.text_key
     row_number, with_key, columns = 0, False, ""
-    for row_number, row in enumerate(_huggingface_rows(name, options), 1):
+    for row_number, row in enumerate(_huggingface_rows(name, options, rejections.section), 1):
         with_key = with_key or key in row
         columns = columns or ", ".join(row)
         try:
@@ -140,7 +152,7 @@ def read_huggingface(options: CorpusOptions, rejections: Rejections) -> Iterator
     if row_number and not with_key:
         raise UserError(
             f"{name}: none of its {row_number:,} rows has the column {key!r} "
-            f"(corpus.text_key); its columns are: {columns}; correct corpus.text_key"
+            f"({rejections.section}.text_key); its columns are: {columns}; correct that key"
         )
 
 
@@ -151,13 +163,15 @@ def _text_of_row(row: Mapping[str, object], key: str) -> str:
     return checked_text(row[key], key)
 
 
-def _huggingface_rows(name: str, options: CorpusOptions) -> Iterator[Mapping[str, object]]:
+def _huggingface_rows(
+    name: str, options: CorpusOptions, section: str
+) -> Iterator[Mapping[str, object]]:
     # Imported here: only this source needs it, and it takes seconds.
     try:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"corpus.source = huggingface needs the package datasets ({error}); "
+            f"{section}.source = huggingface needs the package datasets ({error}); "
             "install it, or use another source"
         ) from error
     # The hub, its client and the file formats raise errors of many unrelated classes, and this is
@@ -173,21 +187,21 @@ def _huggingface_rows(name: str, options: CorpusOptions) -> Iterator[Mapping[str
             )
         )
     except Exception as error:
-        raise _unreachable(options, error) from error
+        raise _unreachable(options, section, error) from error
     while True:
         try:
             row = next(rows)
         except StopIteration:
             return
         except Exception as error:
-            raise _unreachable(options, error) from error
+            raise _unreachable(options, section, error) from error
         yield row
 
 
-def _unreachable(options: CorpusOptions, error: Exception) -> UserError:
+def _unreachable(options: CorpusOptions, section: str, error: Exception) -> UserError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return UserError(
         f"the data set {options.dataset} (split {options.dataset_split}, revision "
         f"{options.revision}) cannot be read: {reason}; check the network and the names, or use "
-        "corpus.source files"
+        f"{section}.source files"
     )

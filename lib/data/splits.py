@@ -1,13 +1,14 @@
 """Training, validation and test splits: contiguous ranges of documents, as Megatron cuts them.
 
 ``"90,5,5"`` (or ``"969,30,1"``) are weights; each split is [round(low * n), round(high * n)) of
-the n documents, low and high being its cumulative share.
+the n documents, low and high being its cumulative share. (Megatron counts sequences, which are
+documents unless its tool cut documents into sentences.)
 """
 
 import contextlib
 from dataclasses import dataclass
 
-from lib.data.indexed_dataset import IndexedDataset
+from lib.data.tokenized_corpus import TokenizedCorpus
 from lib.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -19,7 +20,7 @@ class SplitFacts:
 
     Attributes:
         documents: first document and the one after the last.
-        first_token: position of its first token in the ``.bin``.
+        first_token: position of its first token in the corpus.
         tokens: number of its tokens T.
         samples: windows of ``seq_length`` it gives, (T - 1) // seq_length, at least 0.
     """
@@ -60,13 +61,18 @@ def split_documents(
     return {name: (edges[i], edges[i + 1]) for i, name in enumerate(SPLITS)}
 
 
-def describe_splits(dataset: IndexedDataset, split: str, seq_length: int) -> dict[str, SplitFacts]:
+def describe_splits(corpus: TokenizedCorpus, split: str, seq_length: int) -> dict[str, SplitFacts]:
     """Counts documents, tokens and samples of each split of a tokenised corpus."""
-    facts = {}
-    ranges = split_documents(parse_split(split), dataset.num_documents)
-    for name, (first, last) in ranges.items():
-        start, end = dataset.document_start(first), dataset.document_start(last)
-        tokens = end - start
-        samples = max(0, (tokens - 1) // seq_length)
-        facts[name] = SplitFacts((first, last), start, tokens, samples)
-    return facts
+    ranges = split_documents(parse_split(split), corpus.num_documents)
+    return {name: _facts_of(corpus, documents, seq_length) for name, documents in ranges.items()}
+
+
+def whole_split(corpus: TokenizedCorpus, seq_length: int) -> SplitFacts:
+    """The facts of all documents taken as one split, as of a corpus that is a validation set."""
+    return _facts_of(corpus, (0, corpus.num_documents), seq_length)
+
+
+def _facts_of(corpus: TokenizedCorpus, documents: tuple[int, int], seq_length: int) -> SplitFacts:
+    start, end = (corpus.document_start(document) for document in documents)
+    tokens = end - start
+    return SplitFacts(documents, start, tokens, max(0, (tokens - 1) // seq_length))

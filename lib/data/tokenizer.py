@@ -10,6 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,18 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import AddedToken, Encoding, Tokenizer
+from tokenizers.models import BPE
 
 from lib.atomic import atomic_directory, write_text_atomically
+from lib.data.long_texts import PIECE, LongTexts, MarkedTexts
+from lib.data.split_pattern import SPACE_MARK, mark_before_text, spelt_out, split_pattern_of
+from lib.data.tiktoken_encoding import TiktokenEncoding, exact_tiktoken
 from lib.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 INFO_FILE = "tokenizer_info.json"
 
-# Longer texts are encoded in pieces of about so many characters, where that gives the same ids:
-# in one go a text of 20 MB takes 2.7 GB and more than its share of time.
-_PIECE = 1 << 17
-# A piece may end between a non-space and a space or newline, or between an ASCII letter and
-# another ASCII character: the byte-level pattern has a token boundary at each of these places
-# whatever follows, and never looks back across one.
-_BYTE_LEVEL_CUT = re.compile(r"(?<=\S)(?=[ \n])|(?<=[A-Za-z])(?=[\x21-\x40\x5b-\x60\x7b-\x7e])")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_METASPACE = "\u2581"
 
 
 class EndOfDocument(BaseModel):
@@ -71,6 +69,19 @@ class TokenizerInfo(BaseModel):
     """sha256 of tokenizer.json in canonical form, so that spacing does not count."""
 
 
+@dataclass(frozen=True)
+class _Encoders:
+    """How a tokenizer encodes.
+
+    Attributes:
+        tiktoken: the same in tiktoken, where that gives the same ids.
+        long: what encodes long texts piece by piece, where words end at known places.
+    """
+
+    tiktoken: TiktokenEncoding | None = None
+    long: LongTexts | MarkedTexts | None = None
+
+
 class TextTokenizer:
     """A tokenizer with its facts at hand.
 
@@ -85,7 +96,6 @@ class TextTokenizer:
         backend.encode_special_tokens = True
         self.backend = backend
         self.info = info
-        self._cuts_safely = _is_plain_byte_level(_as_json(backend))
 
     @property
     def vocab_size(self) -> int:
@@ -107,45 +117,52 @@ class TextTokenizer:
         return next(self.encode_many([text])).tolist()
 
     def encode_many(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int32]]:
-        """The ids of each text, in order; short texts go to the library in one call."""
-        short = [text for text in texts if len(text) <= _PIECE]
-        encoded = iter(self.backend.encode_batch_fast(short, add_special_tokens=False))
-        for text in texts:
-            if len(text) <= _PIECE:
-                yield _ids(next(encoded))
-            else:
-                yield self._encode_long(text)
+        """The ids of each text, in order.
 
-    def _encode_long(self, text: str) -> npt.NDArray[np.int32]:
-        """Piece by piece, so that no long text takes memory for all its tokens' details."""
-        return np.concatenate(
-            [
-                _ids(self.backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-                for piece in self._pieces(text)
-            ]
-        )
+        By tiktoken where that gives the same ids, and else by the library, which takes all short
+        texts in one call.
+        """
+        long = self._encoders.long
+        encoded = self._encode_short([t for t in texts if long is None or len(t) <= PIECE])
+        for text in texts:
+            yield next(encoded) if long is None or len(text) <= PIECE else long.encode(text)
+
+    @property
+    def library(self) -> str:
+        """The library that encodes: tiktoken or tokenizers."""
+        return "tiktoken" if self._encoders.tiktoken else "tokenizers"
+
+    @cached_property
+    def _encoders(self) -> _Encoders:
+        """Made when first asked for: who only needs the facts need not wait a second for them."""
+        content = _as_json(self.backend)
+        before, pattern = mark_before_text(content), split_pattern_of(content)
+        if before is not None:
+            return _Encoders(long=MarkedTexts(self.backend, before))
+        if pattern is None or not isinstance(self.backend.model, BPE):
+            return _Encoders()
+        split = spelt_out(pattern)
+        tiktoken = exact_tiktoken(self.backend, content, split)
+        return _Encoders(tiktoken, LongTexts(split, self.backend.model, self._encode_one))
+
+    def _encode_one(self, text: str) -> npt.NDArray[np.int32]:
+        return next(self._encode_short([text]))
+
+    def _encode_short(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int32]]:
+        if self._encoders.tiktoken:
+            return map(self._encoders.tiktoken.encode, texts)
+        return map(_ids, self.backend.encode_batch_fast(texts, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; control tokens stand for no text."""
         return self.backend.decode(ids, skip_special_tokens=True)
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        """Cuts a long text where its tokens end anyway."""
-        start = 0
-        while self._cuts_safely and len(text) - start > _PIECE:
-            cut = _BYTE_LEVEL_CUT.search(text, start + _PIECE)
-            if cut is None:
-                break
-            yield text[start : cut.start()]
-            start = cut.start()
-        yield text[start:]
 
 
 def describe_tokenizer(backend: Tokenizer, kind: str, end_of_document: str) -> TokenizerInfo:
     """Collects the facts of a tokenizer.
 
     Raises:
-        UserError: when ``end_of_document`` is no token of it, or one that text produces.
+        UserError: when ``end_of_document`` is no token of it, or text produces a control token.
     """
     eod_id = backend.token_to_id(end_of_document)
     special = _special_tokens(backend)
@@ -163,6 +180,7 @@ def describe_tokenizer(backend: Tokenizer, kind: str, end_of_document: str) -> T
         backend.add_special_tokens([AddedToken(end_of_document, special=True, normalized=False)])
         special = _special_tokens(backend)
     _refuse_ordinary(backend, end_of_document, eod_id)
+    _refuse_controls_in_text(backend, special)
     return TokenizerInfo(
         kind=kind,
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
@@ -178,6 +196,18 @@ def _refuse_ordinary(backend: Tokenizer, end_of_document: str, eod_id: int) -> N
             f"tokenizer.end_of_document = {end_of_document!r}: ordinary text gives this token, so "
             "it cannot mark the end of a document; name a special token of the tokenizer"
         )
+
+
+def _refuse_controls_in_text(backend: Tokenizer, special: dict[str, int]) -> None:
+    """The other control tokens; the one for what is unknown may come from text."""
+    unknown = _as_json(backend)["model"].get("unk_token")
+    for token, number in special.items():
+        if token != unknown and number in backend.encode(token, add_special_tokens=False).ids:
+            raise UserError(
+                f"the tokenizer's special token {token!r} is what ordinary text with these letters "
+                "becomes, so that text could pass for control; take it out of its vocabulary or "
+                "its added tokens"
+            )
 
 
 def save_tokenizer(folder: Path, tokenizer: TextTokenizer) -> None:
@@ -265,7 +295,7 @@ def _ids(encoding: Encoding) -> npt.NDArray[np.int32]:
 def _bytes_of_piece(token: str) -> int:
     if _BYTE_TOKEN.fullmatch(token):
         return 1
-    return len(token.replace(_METASPACE, " ").encode())
+    return len(token.replace(SPACE_MARK, " ").encode())
 
 
 def _special_tokens(backend: Tokenizer) -> dict[str, int]:
@@ -288,15 +318,3 @@ def _has_byte_level(content: dict[str, Any]) -> bool:
     steps = _components(content["pre_tokenizer"], "pretokenizers")
     steps += _components(content["decoder"], "decoders")
     return any(step["type"] == "ByteLevel" for step in steps)
-
-
-def _is_plain_byte_level(content: dict[str, Any]) -> bool:
-    """Whether the tokenizer splits words by GPT-2's pattern alone, as ours do."""
-    step = content["pre_tokenizer"] or {}
-    return (
-        content["normalizer"] is None
-        and step.get("type") == "ByteLevel"
-        and bool(step.get("use_regex"))
-        and not step.get("add_prefix_space")
-        and all(token["special"] for token in content["added_tokens"])
-    )

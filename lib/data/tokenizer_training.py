@@ -1,6 +1,8 @@
 """Trains a byte-level BPE: every text can be encoded, and decoding gives it back exactly."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -15,6 +17,37 @@ from lib.errors import UserError
 _PIECE = 1 << 16
 
 
+class TrainingText(NamedTuple):
+    """A corpus to train on.
+
+    Attributes:
+        texts: its documents, in random order.
+        text_bytes: UTF-8 bytes of all of them.
+    """
+
+    texts: Iterable[str]
+    text_bytes: int
+
+
+def in_turn(corpora: Sequence[TrainingText]) -> Iterator[str]:
+    """The texts of all corpora, mixed so that any beginning has each by its share of all text.
+
+    The next text is always of the corpus of which the smallest part was read, the first among
+    equals: exact arithmetic, so the same corpora give the same order.
+    """
+    waiting = [iter(corpus.texts) for corpus in corpora]
+    taken = [0] * len(corpora)
+    left = list(range(len(corpora)))
+    while left:
+        number = min(left, key=lambda n: Fraction(taken[n], corpora[n].text_bytes))
+        text = next(waiting[number], None)
+        if text is None:
+            left.remove(number)
+        else:
+            yield text
+            taken[number] += len(text.encode())
+
+
 def train_byte_level_bpe(
     texts: Iterable[str],
     vocab_size: int,
@@ -22,7 +55,7 @@ def train_byte_level_bpe(
     max_bytes: int,
     advance: Callable[[int], None],
 ) -> Tokenizer:
-    """Trains on the start of a corpus.
+    """Trains on the start of some texts.
 
     The result depends on the texts alone: the library counts words in parallel, but merges by
     count and, among equals, by the ids of the pair.

@@ -4,8 +4,10 @@ No process group: one process reads ``model/`` and the tokenised corpus.
 """
 
 import csv
+import functools
 import io
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +15,17 @@ import torch
 from torch import Tensor
 
 from lib.checkpoint.published import read_model
+from lib.checkpoint.run_data import open_samples, require_tokens
 from lib.config.operation import EvaluateConfig
 from lib.config.run_config import RunConfig
-from lib.data.indexed_dataset import IndexedDataset
 from lib.data.samples import SampleWindows
-from lib.data.splits import describe_splits
 from lib.data.tokenizer import TextTokenizer, load_tokenizer, token_byte_lengths
-from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
 from lib.evaluate.generate import Sampling, continue_prompt, parses_as_python
-from lib.evaluate.perplexity import HeldOutLoss, measure_loss
+from lib.evaluate.perplexity import HeldOutLoss, Measuring, measure_loss
 from lib.layers.attention import attention_backend
 from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
+from lib.model.loss import SampleRules
 from lib.parallel.groups import ParallelGroups
 
 
@@ -83,55 +84,69 @@ def _padded(model: GPTModel, name: str, value: Tensor) -> Tensor:
     return torch.cat((value, value.new_zeros(rows - value.shape[0], *value.shape[1:])))
 
 
-def open_split(
-    evaluated: Evaluated, prefix: Path, options: EvaluateConfig
-) -> tuple[SampleWindows, int]:
-    """The samples to measure and how many of them.
+@dataclass(frozen=True)
+class HeldOutSet:
+    """What is measured of one corpus.
+
+    Attributes:
+        name: of the corpus.
+        windows: samples of its split, or of the whole corpus if none of it was trained on.
+        num_samples: how many of them to measure.
+    """
+
+    name: str
+    windows: SampleWindows
+    num_samples: int
+
+
+def open_sets(evaluated: Evaluated, options: EvaluateConfig) -> list[HeldOutSet]:
+    """What to measure: the corpora whose loss training measured, on the split that is asked for.
 
     Raises:
-        UserError: these are not the tokens of the model, or the split holds less than one sample.
+        UserError: these are not the tokens of the model, or a split holds less than one sample.
     """
-    _check_tokens(evaluated.config, prefix.parent)
-    training = evaluated.config.training
-    dataset = IndexedDataset(prefix)
-    facts = describe_splits(dataset, training.split, training.seq_length)[options.split]
-    if facts.samples < 1:
-        raise UserError(
-            f"evaluate.split = {options.split}: it has {facts.tokens} tokens, fewer than one "
-            f"sample of {training.seq_length + 1}; give it a larger share in training.split"
+    config, length = evaluated.config, evaluated.config.training.seq_length
+    names = config.data.validation
+    # Other tokens may hold what the model was trained on, or number words in another way.
+    remedy = "run the pipeline again (dvc repro), or name the model of these tokens with --model"
+    require_tokens(config.data, names, "this model", remedy)
+    sets = []
+    for name in names:
+        windows = open_samples(config, name, options.split, length)
+        wanted = windows.num_samples
+        if wanted < 1:
+            tokens = config.data.corpora[name].splits[options.split].tokens
+            raise UserError(
+                f"evaluate.split = {options.split}: {name} has {tokens} tokens for it, fewer than "
+                f"one sample of {length + 1}; give it a larger share in training.split"
+            )
+        if options.max_tokens is not None:
+            wanted = max(1, min(wanted, options.max_tokens // length))
+        sets.append(HeldOutSet(name, windows, wanted))
+    return sets
+
+
+def held_out_losses(
+    evaluated: Evaluated, sets: Sequence[HeldOutSet], advance: Callable[[int], None]
+) -> dict[str, HeldOutLoss]:
+    """The loss of each set by name; ``advance`` is told the number of finished samples."""
+    byte_lengths = token_byte_lengths(evaluated.tokenizer)
+    batch_size = evaluated.config.training.micro_batch_size
+    return {
+        each.name: measure_loss(
+            evaluated.model,
+            each.windows,
+            byte_lengths,
+            Measuring(batch_size, each.num_samples, SampleRules.of(evaluated.config.data)),
+            advance,
         )
-    wanted = facts.samples
-    if options.max_tokens is not None:
-        wanted = max(1, min(wanted, options.max_tokens // training.seq_length))
-    return SampleWindows(dataset, facts, training.seq_length), wanted
+        for each in sets
+    }
 
 
-def _check_tokens(config: RunConfig, folder: Path) -> None:
-    """Other tokens may hold what the model was trained on, or number words in another way."""
-    found = TokensManifest.load(folder).differences(
-        bin_sha256=config.data.tokens_sha256,
-        tokenizer_fingerprint=config.data.tokenizer_fingerprint,
-        vocab_size=config.data.vocab_size,
-    )
-    if found:
-        raise UserError(
-            f"{folder}: not the tokens that the model was trained by: {'; '.join(found)}; run the "
-            "pipeline again (dvc repro), or name the model of these tokens with --model"
-        )
-
-
-def held_out_loss(
-    evaluated: Evaluated, windows: SampleWindows, num_samples: int, advance: Callable[[int], None]
-) -> HeldOutLoss:
-    """Loss of the first ``num_samples`` windows."""
-    return measure_loss(
-        evaluated.model,
-        windows,
-        token_byte_lengths(evaluated.tokenizer),
-        batch_size=evaluated.config.training.micro_batch_size,
-        num_samples=num_samples,
-        advance=advance,
-    )
+def added_up(losses: Mapping[str, HeldOutLoss]) -> HeldOutLoss:
+    """All sets together, per token."""
+    return functools.reduce(operator.add, losses.values())
 
 
 def generate_texts(
@@ -144,8 +159,9 @@ def generate_texts(
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-        max_context=evaluated.config.training.seq_length,
+        max_context=evaluated.config.longest_seq_length,
         eod_id=tokenizer.eod_id,
+        rules=SampleRules.of(evaluated.config.data),
     )
     prompts = options.prompts or ("",)
     texts: dict[int, Text] = {}
@@ -184,9 +200,13 @@ def syntax_share(texts: list[Text]) -> float:
 
 
 def metrics(
-    evaluated: Evaluated, loss: HeldOutLoss, texts: list[Text], options: EvaluateConfig
+    evaluated: Evaluated,
+    losses: Mapping[str, HeldOutLoss],
+    texts: list[Text],
+    options: EvaluateConfig,
 ) -> dict[str, object]:
-    """The flat figures of ``results/evaluate.json``."""
+    """The flat figures of ``results/evaluate.json``: of all sets, then of each of several."""
+    loss = added_up(losses)
     figures: dict[str, object] = {
         "split": options.split,
         "loss": loss.loss,
@@ -198,18 +218,24 @@ def metrics(
         "parameters": evaluated.config.derived.num_parameters,
         "samples": len(texts),
     }
+    if len(losses) > 1:
+        for name, each in losses.items():
+            figures[f"loss/{name}"] = each.loss
+            figures[f"bits_per_byte/{name}"] = each.bits_per_byte
     if options.syntax is not None and texts:
         figures["syntax_share"] = syntax_share(texts)
     return figures
 
 
 def loss_by_position_csv(loss: HeldOutLoss) -> str:
-    """Mean loss at each position of the window, as CSV."""
+    """Mean loss at each position of the window at which a label counts, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("position", "loss"))
-    for position, value in enumerate(loss.loss_by_position, start=1):
-        writer.writerow((position, f"{value:.6f}"))
+    rows = zip(loss.loss_sums.tolist(), loss.counts.tolist(), strict=True)
+    for position, (total, count) in enumerate(rows, start=1):
+        if count > 0:
+            writer.writerow((position, f"{total / count:.6f}"))
     return text.getvalue()
 
 

@@ -8,12 +8,14 @@ is computed anew for each token, which for samples of some dozens of tokens is c
 import ast
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lib.model.gpt import GPTModel
+from lib.model.loss import MicroBatch, SampleRules, micro_batch
 from lib.parallel.random import named_generator
 
 
@@ -28,6 +30,8 @@ class Sampling:
         seed: of the draws.
         max_context: tokens that the model sees at most, the latest ones.
         eod_id: ends a text.
+        rules: whether positions and attention begin anew after the end of a document, as they
+            did in training.
     """
 
     max_new_tokens: int
@@ -36,6 +40,7 @@ class Sampling:
     seed: int
     max_context: int
     eod_id: int
+    rules: SampleRules = field(default_factory=SampleRules)
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,9 @@ def continue_prompt(
     tokens_BS = torch.tensor([list(prompt)] * len(numbers), dtype=torch.int64)
     ended = torch.zeros(len(numbers), dtype=torch.bool)
     for _ in range(sampling.max_new_tokens):
-        context_SB = tokens_BS[:, -sampling.max_context :].T.contiguous().to(device)
-        logits_BV = model(context_SB)[-1, :, : model.vocab_size]
+        batch = _context(tokens_BS, sampling).to(device)
+        logits_SBV = model(batch.tokens_SB, layout=batch.layout)
+        logits_BV = logits_SBV[-1, :, : model.vocab_size]
         drawn = next_tokens(logits_BV, sampling, generators).masked_fill(ended, sampling.eod_id)
         tokens_BS = torch.cat((tokens_BS, drawn[:, None]), dim=1)
         ended |= drawn == sampling.eod_id
@@ -104,6 +110,15 @@ def continue_prompt(
             break
     rows = tokens_BS[:, len(prompt) :].tolist()
     return [_until_end(row, sampling.eod_id) for row in rows]
+
+
+def _context(tokens_BS: Tensor, sampling: Sampling) -> MicroBatch:
+    """What the model sees of the texts so far: a document begins after each end of one."""
+    context_BS = tokens_BS[:, -sampling.max_context :].numpy()
+    starts = [np.flatnonzero(row[:-1] == sampling.eod_id) + 1 for row in context_BS]
+    unread = np.zeros((len(context_BS), 1), dtype=np.int64)  # where a window has its last label
+    windows = np.concatenate([context_BS, unread], axis=1)
+    return micro_batch(windows, np.ones(len(windows), dtype=bool), sampling.rules, starts)
 
 
 def _until_end(row: list[int], eod_id: int) -> Continuation:

@@ -45,19 +45,27 @@ class PositionEmbedding(nn.Module):
         self.groups = groups
         self.weight = replica((max_positions, hidden_size), groups.tp)
 
-    def forward(self, length: int) -> Tensor:
-        """The rows to add to the hidden states of a sequence.
+    def forward(self, length: int, positions_SB: Tensor | None = None) -> Tensor:
+        """The rows to add to the hidden states of sequences.
 
         Args:
-            length: S, of the whole sequence.
+            length: S, of a whole sequence.
+            positions_SB: of the tokens of whole sequences, int64 [S, B]; None: from 0 on in each.
 
         Returns:
-            [S, 1, H], or this rank's [S/T, 1, H] under sequence parallelism.
+            [S, 1, H], or [S, B, H] with positions; under sequence parallelism this rank's part of
+            it along the first dimension.
         """
-        rows_SH = sum_partial_gradient(local(self.weight), self.groups)[:length]
+        rows = sum_partial_gradient(local(self.weight), self.groups)
+        if positions_SB is not None:
+            return F.embedding(self._own_part(positions_SB), rows)
+        return self._own_part(rows[:length]).unsqueeze(1)
+
+    def _own_part(self, x: Tensor) -> Tensor:
+        """What this rank adds of something that goes along the sequence."""
         if self.groups.sequence_parallel:
-            rows_SH = rows_SH.chunk(self.groups.tp.size)[self.groups.tp.rank]
-        return rows_SH.unsqueeze(1)
+            return x.chunk(self.groups.tp.size)[self.groups.tp.rank]
+        return x
 
 
 class OutputLayer(nn.Module):

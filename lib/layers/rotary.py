@@ -22,7 +22,12 @@ def rotary_table(length: int, head_dim: int, theta: float, device: torch.device)
 
 
 def apply_rotary(x_SBND: Tensor, table: Tensor) -> Tensor:
-    """Turns every head of [S, B, N, D] by its position's angles; keeps the dtype."""
+    """Turns every head of [S, B, N, D] by its position's angles; keeps the dtype.
+
+    Args:
+        x_SBND: queries or keys.
+        table: cosines and sines, [2, S, 1, 1, D], or [2, S, B, 1, D] if sequences differ.
+    """
     cos, sin = table.to(x_SBND.dtype)
     first, second = x_SBND.chunk(2, dim=-1)
     return x_SBND * cos + torch.cat((-second, first), dim=-1) * sin
@@ -41,14 +46,19 @@ class Rotary:
         self.theta = theta
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def __call__(self, q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns both from position 0 on; S is their whole sequence, also when it is cut elsewhere.
+    def __call__(
+        self, q_SBND: Tensor, k_SBGD: Tensor, positions_SB: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Turns both; S is their whole sequence, also when it is cut elsewhere.
 
         Args:
             q_SBND: queries.
             k_SBGD: keys of the same positions.
+            positions_SB: int64 [S, B], less than S; None: from 0 on in each sequence.
         """
         table = self._table(q_SBND)
+        if positions_SB is not None:
+            table = table[:, positions_SB, 0]
         return apply_rotary(q_SBND, table), apply_rotary(k_SBGD, table)
 
     def _table(self, x_SBND: Tensor) -> Tensor:

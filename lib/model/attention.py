@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import CoreAttention
+from lib.layers.documents import DocumentLayout
 from lib.layers.dropout import Dropout
 from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lib.layers.norm import RMSNorm
@@ -40,8 +41,16 @@ class SelfAttention(nn.Module):
             self.q_layernorm = RMSNorm(size, config.norm_epsilon, groups, input_is_cut=True)
             self.k_layernorm = RMSNorm(size, config.norm_epsilon, groups, input_is_cut=True)
 
-    def forward(self, x_SBH: Tensor) -> Tensor:
-        """Attends within each sequence of the batch; ``x_SBH`` is normalised already."""
+    def forward(self, x_SBH: Tensor, layout: DocumentLayout | None) -> Tensor:
+        """Attends within each sequence of the batch, or within each document of its layout.
+
+        Args:
+            x_SBH: normalised already.
+            layout: of the whole sequences, also where ``x_SBH`` is cut along them.
+        """
+        positions_SB, documents = None, None
+        if layout is not None:
+            positions_SB, documents = layout.positions_SB, layout.documents
         q, k, v = self.linear_qkv(x_SBH)
         q_SBND = q.unflatten(-1, (-1, self.head_dim))
         k_SBGD = k.unflatten(-1, (-1, self.head_dim))
@@ -49,7 +58,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
         if self.rotary is not None:
-            q_SBND, k_SBGD = self.rotary(q_SBND, k_SBGD)
+            q_SBND, k_SBGD = self.rotary(q_SBND, k_SBGD, positions_SB)
         with self.dropout.drawing() as dropout:
-            context_SBH = self.core(q_SBND, k_SBGD, v_SBGD, dropout)
+            context_SBH = self.core(q_SBND, k_SBGD, v_SBGD, dropout, documents)
         return self.linear_proj(context_SBH)

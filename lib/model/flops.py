@@ -16,7 +16,7 @@ import re
 
 from lib.config.schema import ModelConfig
 
-MFU_CONVENTION = "model FLOPs, causal half, over the dense bf16 peak"
+MFU_CONVENTION = "model FLOPs, attention by the causal half of the window, over the dense bf16 peak"
 
 # Dense (not sparse) bf16 TFLOP/s by the makers' datasheets.
 _DENSE_BF16_TFLOPS = {

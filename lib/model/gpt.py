@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lib.config.schema import ModelConfig
 from lib.layers.attention import CoreAttention
 from lib.layers.cross_entropy import vocab_parallel_cross_entropy
+from lib.layers.documents import DocumentLayout
 from lib.layers.dropout import Dropout
 from lib.layers.embedding import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from lib.layers.norm import build_norm
@@ -94,11 +95,11 @@ class Embedding(nn.Module):
             )
         self.dropout = Dropout.of_hidden(config.hidden_dropout, groups)
 
-    def forward(self, tokens_SB: Tensor) -> Tensor:
-        """Maps int64 [S, B] to [S, B, H]."""
+    def forward(self, tokens_SB: Tensor, positions_SB: Tensor | None) -> Tensor:
+        """Maps int64 [S, B] to [S, B, H]; positions are those of the window unless given."""
         x_SBH = self.word_embeddings(tokens_SB)
         if self.position_embeddings is not None:
-            x_SBH = x_SBH + self.position_embeddings(tokens_SB.shape[0])
+            x_SBH = x_SBH + self.position_embeddings(tokens_SB.shape[0], positions_SB)
         return self.dropout(x_SBH)
 
 
@@ -157,21 +158,29 @@ class GPTModel(nn.Module):
         """A parameter's name in the whole model: a copy of the tied table has the table's."""
         return WORD_EMBEDDINGS if self.has_tied_copy and name == _OUTPUT else name
 
-    def forward(self, inputs: Tensor, labels_SB: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        labels_SB: Tensor | None = None,
+        layout: DocumentLayout | None = None,
+    ) -> Tensor:
         """Runs this chunk's part.
 
         Args:
             inputs: token ids, int64 [S, B], for the first chunk; hidden states [S, B, H] for
                 others.
             labels_SB: the next token of each position, int64 [S, B]; None to get logits.
+            layout: where documents lie in the sequences, the same for every chunk; None: each
+                sequence is one.
 
         Returns:
             Hidden states [S, B, H] before the last chunk; of it the loss of every token [S, B]
             in nats, fp32 or wider, or without labels this rank's slice of the logits
             [S, B, V / T].
         """
-        x_SBH = inputs if self.embedding is None else self.embedding(inputs)
-        x_SBH = run_layers(list(self.layers.values()), x_SBH, self.recompute)
+        positions_SB = None if layout is None else layout.positions_SB
+        x_SBH = inputs if self.embedding is None else self.embedding(inputs, positions_SB)
+        x_SBH = run_layers(list(self.layers.values()), x_SBH, layout, self.recompute)
         if self.output_layer is None or self.final_layernorm is None:
             return x_SBH
         tied_weight = None if self.embedding is None else self.embedding.word_embeddings.weight

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lib.layers.attention import CoreAttention
+from lib.layers.documents import DocumentLayout, Documents
 from lib.parallel.random import RandomStream
 
 
@@ -50,10 +51,15 @@ def recomputed_attention(core: CoreAttention, recompute: Recompute) -> CoreAtten
     return partial(_checkpoint, core, recompute)
 
 
-def run_layers(layers: Sequence[nn.Module], x_SBH: Tensor, recompute: Recompute) -> Tensor:
-    """Runs layers one after another, each mapping [S, B, H] to [S, B, H]."""
+def run_layers(
+    layers: Sequence[nn.Module],
+    x_SBH: Tensor,
+    layout: DocumentLayout | None,
+    recompute: Recompute,
+) -> Tensor:
+    """Runs layers one after another, each mapping [S, B, H] and the layout to [S, B, H]."""
     for group, again in _groups(layers, recompute):
-        run = partial(_in_turn, group)
+        run = partial(_in_turn, group, layout)
         x_SBH = _checkpoint(run, recompute, x_SBH) if again else run(x_SBH)
     return x_SBH
 
@@ -70,14 +76,16 @@ def _groups(
     return [*(((layer,), True) for layer in layers[:size]), (layers[size:], False)]
 
 
-def _in_turn(layers: Sequence[nn.Module], x_SBH: Tensor) -> Tensor:
+def _in_turn(layers: Sequence[nn.Module], layout: DocumentLayout | None, x_SBH: Tensor) -> Tensor:
     for layer in layers:
-        x_SBH = layer(x_SBH)
+        x_SBH = layer(x_SBH, layout)
     return x_SBH
 
 
 def _checkpoint(
-    function: Callable[..., Tensor], recompute: Recompute, *inputs: Tensor | float
+    function: Callable[..., Tensor],
+    recompute: Recompute,
+    *inputs: Tensor | float | Documents | None,
 ) -> Tensor:
     # checkpoint() replays the default streams only; the other one is replayed here.
     return checkpoint(

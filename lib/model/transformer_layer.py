@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lib.config.schema import ModelConfig
 from lib.layers.attention import CoreAttention
+from lib.layers.documents import DocumentLayout
 from lib.layers.dropout import Dropout
 from lib.layers.norm import build_norm
 from lib.layers.rotary import Rotary
@@ -34,7 +35,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_norm(kind, size, epsilon, groups)
         self.mlp = MLP(config, groups)
 
-    def forward(self, x_SBH: Tensor) -> Tensor:
+    def forward(self, x_SBH: Tensor, layout: DocumentLayout | None) -> Tensor:
         """Adds attention and feed-forward to the residual stream."""
-        x_SBH = x_SBH + self.dropout(self.self_attention(self.input_layernorm(x_SBH)))
+        x_SBH = x_SBH + self.dropout(self.self_attention(self.input_layernorm(x_SBH), layout))
         return x_SBH + self.dropout(self.mlp(self.pre_mlp_layernorm(x_SBH)))

@@ -11,9 +11,7 @@ but for rounding noise, which AdamW turns into steps of full size.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,10 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
-from lib.config.run_config import DataFacts, RunConfig
+from lib.config.run_config import RunConfig
 from lib.config.schema import ParallelConfig
-from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from lib.data.splits import describe_splits
 from lib.train.local_ranks import run_on_ranks
 from lib.train.setup import TrainingParts, build_training
 from lib.train.step import Progress, train_step
@@ -140,40 +136,6 @@ def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) 
 def with_layout(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
     """The same run on another layout."""
     return config.model_copy(update={"parallel": parallel})
-
-
-def random_corpus(folder: Path, vocab_size: int, documents: int, seed: int = 7) -> Path:
-    """Writes a corpus of random tokens; gives its prefix."""
-    prefix = folder / "corpus_text_document"
-    generator = np.random.default_rng(seed)
-    dtype = np.uint16 if vocab_size < 65500 else np.int32
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for _ in range(documents):
-            length = int(generator.integers(20, 120))
-            writer.add_document(generator.integers(0, vocab_size, length).astype(dtype))
-    return prefix
-
-
-def facts_of(prefix: Path, vocab_size: int, split: str, seq_length: int) -> DataFacts:
-    """Describes a corpus that no tokenizer made."""
-    dataset = IndexedDataset(prefix)
-    found = describe_splits(dataset, split, seq_length)
-    splits = {
-        name: {"documents": each.documents, "tokens": each.tokens, "samples": each.samples}
-        for name, each in found.items()
-    }
-    facts = {
-        "prefix": str(prefix),
-        "tokens_sha256": "0",
-        "tokenizer_fingerprint": "0",
-        "vocab_size": vocab_size,
-        "eod_id": 0,
-        "dtype": "uint16" if vocab_size < 65500 else "int32",
-        "documents": dataset.num_documents,
-        "tokens": dataset.num_tokens,
-        "splits": splits,
-    }
-    return DataFacts.model_validate(facts)
 
 
 def _gradients(parts: TrainingParts, loss_scale: float) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """What ``stages.compare_layouts`` runs: a small model of the same kind, and layouts that it admits.
 
 What decides whether a layout is right stays as in params.yaml: heads and key/value heads, norms,
-activation, biases, tied embeddings, positions, an explicit split of the layers. Sizes that only
-cost time (head dimension, width, depth, sequence, batch) shrink to what a CPU runs in seconds.
+activation, biases, tied embeddings, positions, an explicit split of the layers, the rules of the
+samples. Sizes that only cost time (head dimension, width, depth, sequence, batch) shrink to what a
+CPU runs in seconds. The data are a blend of two small corpora; if the run has later phases, its
+last step has samples twice as long.
 """
 
 import math
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+from lib.config.data_section import DataSection, PhaseSection
 from lib.config.launch_plan import layout_for
 from lib.config.rules import broken_rules
 from lib.config.run_config import Params
@@ -18,6 +21,7 @@ from lib.errors import UserError
 
 _HEAD_DIM = 8
 _SHORTEST = 16
+_BLEND = {"one": 2.0, "two": 1.0}
 
 
 def small_version(params: Params, layouts: Sequence[ParallelConfig], steps: int) -> Params:
@@ -47,8 +51,24 @@ def small_version(params: Params, layouts: Sequence[ParallelConfig], steps: int)
         label_smoothing=params.training.label_smoothing,
         z_loss=params.training.z_loss,
     )
-    constant = ScheduleSection(decay="constant")
-    return replace(params, model=small, training=training, schedule=constant)
+    return replace(
+        params,
+        model=small,
+        training=training,
+        schedule=ScheduleSection(decay="constant"),
+        data=_small_data(params.data, training, steps),
+        corpora=tuple(_BLEND),
+    )
+
+
+def _small_data(data: DataSection, training: TrainingSection, steps: int) -> DataSection:
+    phases: tuple[PhaseSection, ...] = ()
+    if data.phases and steps > 1:
+        last = (steps - 1) * training.global_batch_size
+        phases = (PhaseSection(from_samples=last, seq_length=2 * training.seq_length),)
+    return data.model_copy(
+        update={"blend": _BLEND, "validation": None, "imported": {}, "phases": phases}
+    )
 
 
 def without_dropout(params: Params) -> Params:

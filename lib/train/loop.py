@@ -5,21 +5,21 @@ configuration says, and stop when asked to. The state of a run is its weights, t
 moments, the random streams, the loss scale and two counters: steps and consumed samples.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from lib.console import say
+from lib.data.order import SampleOrder
 from lib.model.loss import MicroBatch, run_chunk
 from lib.optim.gradient_statistics import gradient_statistics
 from lib.pipeline.executor import run_plan
 from lib.pipeline.plan import stage_plan
-from lib.train.metrics import StepRow, log_line, validation_lines
+from lib.train.metrics import StepRow, log_line, loss_column, perplexity, validation_lines
 from lib.train.setup import TrainingParts
-from lib.train.step import Progress, count_tokens, sum_losses, train_step
+from lib.train.step import Progress, sum_losses, train_step
 
 
 @dataclass
@@ -28,7 +28,8 @@ class Hooks:
 
     Attributes:
         on_step: takes the row of every step.
-        on_validation: takes (step, loss, perplexity, samples, tokens) as a row.
+        on_validation: takes (step, loss, perplexity, samples, tokens) as a row, and the loss on
+            each set where there are several.
         on_gradients: takes the rows of ``runtime.gradient_statistics``; none but on rank 0.
         save: saves a checkpoint of the current progress, perhaps while training goes on.
         stop_requested: whether any rank was asked to stop; the same answer on all ranks. Raises
@@ -72,6 +73,8 @@ def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
         if is_due(progress.iteration, parts.runtime.log_interval, training.train_iters):
             _say_on_first_rank(log_line(since_last_line, training.train_iters))
             since_last_line.clear()
+        if _ends_a_phase(parts, progress):
+            _say_on_first_rank(_what_was_read(parts.order, progress))
         if is_due(progress.iteration, training.eval_interval, training.train_iters):
             validate(parts, progress, hooks)
         if is_due(progress.iteration, checkpoint.save_interval, training.train_iters):
@@ -81,7 +84,7 @@ def train(parts: TrainingParts, progress: Progress, hooks: Hooks) -> bool:
 
 
 def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> None:
-    """Measures the loss on the validation samples, in nats per token; training is not disturbed.
+    """Measures the loss on the validation sets, in nats per token; training is not disturbed.
 
     It draws no random numbers and leaves dropout as it was, so the course of training does not
     depend on how often this runs.
@@ -89,25 +92,28 @@ def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> None:
     if not parts.validation:
         return
     parts.model.chunks.eval()
-    total, tokens = summed_loss(parts, parts.validation)
+    sums = {each.name: summed_loss(parts, each.batches) for each in parts.validation}
     parts.model.reshard()
     parts.model.chunks.train()
-    loss = total / tokens
-    perplexity = math.exp(min(20.0, loss))
-    seq_length = parts.config.training.seq_length
+    tokens = sum(counted for _, counted in sums.values())
+    loss = sum(total for total, _ in sums.values()) / max(1.0, tokens)
+    sets: dict[str, float] = {}
+    if len(sums) > 1:
+        sets = {name: total / max(1.0, counted) for name, (total, counted) in sums.items()}
     hooks.on_validation(
         {
             "step": progress.iteration,
             "loss": loss,
-            "perplexity": perplexity,
-            "samples": int(tokens) // seq_length,
+            "perplexity": perplexity(loss),
+            "samples": sum(each.samples for each in parts.validation),
             "tokens": int(tokens),
         }
+        | {loss_column(name): value for name, value in sets.items()}
     )
-    _say_on_first_rank(validation_lines(progress.iteration, loss, perplexity))
+    _say_on_first_rank(validation_lines(progress.iteration, loss, sets))
 
 
-def summed_loss(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float, float]:
+def summed_loss(parts: TrainingParts, batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """Sum of token losses and number of counted tokens over all data-parallel ranks."""
     pp, chunks = parts.groups.pp, len(parts.model.chunks)
     losses = run_plan(
@@ -115,9 +121,9 @@ def summed_loss(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float,
         lambda chunk, number, received: run_chunk(
             parts.model.chunk(chunk), batches[number].to(parts.device), received
         ),
-        parts.links,
+        parts.at(0).links,
     )
-    return sum_losses(parts, losses), count_tokens(parts, batches)
+    return sum_losses(parts, losses, batches)
 
 
 def is_due(iteration: int, interval: int, last: int) -> bool:
@@ -134,6 +140,20 @@ def _observe_gradients(parts: TrainingParts, step: int, hooks: Hooks, loss_scale
     own = parts.model.own_parameters()
     rows = gradient_statistics(own, parts.groups, loss_scale=loss_scale)
     hooks.on_gradients([{"step": step, **row} for row in rows])
+
+
+def _ends_a_phase(parts: TrainingParts, progress: Progress) -> bool:
+    starts = {phase.from_samples for phase in parts.config.data.phases}
+    is_last = progress.iteration == parts.config.training.train_iters
+    return is_last or progress.consumed_samples in starts
+
+
+def _what_was_read(order: SampleOrder, progress: Progress) -> str:
+    """How many samples of each corpus the run has drawn, and their shares."""
+    samples = progress.consumed_samples
+    drawn = zip(order.names, order.draws_before(samples), strict=True)
+    told = (f"{name} {count:,} ({count / samples:.1%})" for name, count in drawn)
+    return f"{samples:,} samples were read up to step {progress.iteration}: {', '.join(told)}"
 
 
 def _say_on_first_rank(text: str) -> None:

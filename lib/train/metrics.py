@@ -9,6 +9,7 @@ import io
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Throughput:
     """Turns a step's time into rates.
 
     Attributes:
-        tokens_per_sample: the sequence length.
+        tokens_per_sample: the sequence length, which may be another in a later phase of a run.
         flops_per_token: model FLOPs, see ``lib.model.flops``.
         processes: devices that share the work.
         peak_tflops: dense peak of one device, or None where unknown.
@@ -105,49 +106,76 @@ class Throughput:
 
 
 def log_line(rows: list[StepRow], train_iters: int) -> str:
-    """The line for the steps since the last one: means of loss and times, the rest of the last.
+    """The line for the steps since the last one: means over them, counters of the last.
 
     Fields, spelling and order are Megatron's, since people search logs for them; tokens/s,
-    samples/s and MFU follow. As there, the loss is left out where its mean is not a number.
+    samples/s, MFU and the share of the time that was spent waiting for data follow. As there, the
+    loss is left out where its mean is not a number.
     """
     last = rows[-1]
     count = len(rows)
-    step_ms = sum(row.step_ms for row in rows) / count
+    all_ms = sum(row.step_ms for row in rows)
     loss = sum(row.loss for row in rows) / count
-    # Over the whole time: the mean of rates would be higher than what was done.
-    speed = last.step_ms / step_ms
+
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     parts = [
         f" [{stamp}] iteration {last.step:8d}/{train_iters:8d}",
         f" consumed samples: {last.consumed_samples:12d}",
-        f" elapsed time per iteration (ms): {step_ms:.1f}",
-        f" throughput per GPU (TFLOP/s/GPU): {last.tflops_per_gpu * speed:.1f}",
+        f" elapsed time per iteration (ms): {all_ms / count:.1f}",
+        f" throughput per GPU (TFLOP/s/GPU): {_over_time(rows, 'tflops_per_gpu'):.1f}",
         f" learning rate: {last.learning_rate:.6E}",
         f" global batch size: {last.global_batch_size:5d}",
     ]
     if loss >= 0:
         parts.append(f" lm loss: {loss:.6E}")
-    mfu = "n/a" if last.mfu is None else f"{last.mfu * speed:.1%}"
+    mfu = "n/a" if last.mfu is None else f"{_over_time(rows, 'mfu'):.1%}"
     parts += [
         f" loss scale: {last.loss_scale:.1f}",
         f" grad norm: {last.grad_norm:.3f}",
         f" number of skipped iterations: {sum(row.skipped for row in rows):3d}",
         f" number of nan iterations: {sum(row.nan for row in rows):3d}",
-        f" tokens/s: {last.tokens_per_second * speed:.0f}",
-        f" samples/s: {last.samples_per_second * speed:.2f}",
+        f" tokens/s: {_over_time(rows, 'tokens_per_second'):.0f}",
+        f" samples/s: {_over_time(rows, 'samples_per_second'):.2f}",
         f" MFU: {mfu}",
+        f" data wait: {sum(row.data_wait_ms for row in rows) / all_ms:.1%}",
     ]
     return " |".join(parts) + " |"
 
 
-def validation_lines(step: int, loss: float, perplexity: float) -> str:
-    """Megatron's validation line between dashed rules."""
-    line = (
-        f" validation loss at iteration {step} | lm loss value: {loss:.6E} "
-        f"| lm loss PPL: {perplexity:.6E} | "
-    )
-    rule = "-" * len(line)
-    return f"{rule}\n{line}\n{rule}"
+def _over_time(rows: Sequence[StepRow], rate: str) -> float:
+    """What all steps did over their whole time; the mean of the rates would be higher."""
+    done = sum((getattr(row, rate) or 0.0) * row.step_ms for row in rows)
+    return done / sum(row.step_ms for row in rows)
+
+
+def validation_lines(step: int, loss: float, sets: Mapping[str, float]) -> str:
+    """Megatron's validation line between dashed rules, and one for each of several sets.
+
+    Args:
+        step: after which it was measured.
+        loss: over all sets together, nats per token.
+        sets: the loss on each; empty where there is only one.
+    """
+    lines = [
+        f" validation loss at iteration {step}{name} | lm loss value: {value:.6E} "
+        f"| lm loss PPL: {perplexity(value):.6E} | "
+        for name, value in {
+            "": loss,
+            **{f" on {name}": each for name, each in sets.items()},
+        }.items()
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join((rule, *lines, rule))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with Megatron's cap of exp(20)."""
+    return math.exp(min(20.0, loss))
+
+
+def loss_column(name: str) -> str:
+    """The column of ``validation.csv`` with the loss on one of several validation sets."""
+    return f"loss/{name}"
 
 
 def _csv_text(columns: tuple[str, ...], rows: list[dict[str, object]]) -> str:
@@ -165,6 +193,8 @@ class ResultFiles:
         train_rows: rows of the history so far, oldest first.
         validation_rows: likewise.
         gradient_rows: one for each step whose gradients were described.
+        validation_sets: names of the sets that have a loss of their own in ``validation.csv``;
+            none where there is only one.
     """
 
     def __init__(
@@ -173,13 +203,16 @@ class ResultFiles:
         train_rows: list[dict[str, object]],
         validation_rows: list[dict[str, object]],
         gradient_rows: list[dict[str, object]],
+        validation_sets: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self._train = folder / "train.csv"
         self._validation = folder / "validation.csv"
+        self._losses = ("loss", *map(loss_column, validation_sets))
+        self._validation_columns = (*VALIDATION_COLUMNS, *self._losses[1:])
         for path, columns, rows in (
             (self._train, TRAIN_COLUMNS, train_rows),
-            (self._validation, VALIDATION_COLUMNS, validation_rows),
+            (self._validation, self._validation_columns, validation_rows),
         ):
             write_text_atomically(path, ",".join(columns) + "\n" + _csv_text(columns, rows))
         self._gradients = folder / "gradient_statistics.csv"
@@ -199,7 +232,7 @@ class ResultFiles:
         """Appends a validation's row."""
         self._last_validation = row
         with self._validation.open("a") as file:
-            file.write(_csv_text(VALIDATION_COLUMNS, [row]))
+            file.write(_csv_text(self._validation_columns, [row]))
 
     def add_gradients(self, rows: list[dict[str, object]]) -> None:
         """Appends the statistics of one step's gradients; the first make the file."""
@@ -215,7 +248,8 @@ class ResultFiles:
         live |= {name: row[name] for name in keep}
         live |= {name: row[name] for name in ("tokens_per_second", "mfu")}
         if self._last_validation is not None:
-            live["validation_loss"] = self._last_validation["loss"]
+            losses = {name: self._last_validation.get(name) for name in self._losses}
+            live |= {f"validation_{name}": loss for name, loss in losses.items()}
             live["validation_step"] = self._last_validation["step"]
         for name, value in live.items():
             if isinstance(value, float) and not math.isfinite(value):

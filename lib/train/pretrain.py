@@ -17,11 +17,11 @@ from lib.checkpoint.fingerprint import code_hash
 from lib.checkpoint.lock import lock
 from lib.checkpoint.published import publish_model
 from lib.checkpoint.resume import ResumePolicy, StateDirectory, open_state, state_path
+from lib.checkpoint.run_data import require_tokens
 from lib.config.launch_plan import layout_for
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.console import copy_to, say
-from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
 from lib.model.flops import MFU_CONVENTION
 from lib.train.loop import train
@@ -69,7 +69,7 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         Stopped: a stop was asked for and the state is saved.
     """
     config = RunConfig.load(inputs.run_config)
-    _require_its_tokens(config)
+    require_tokens(config.data, config.data.corpora)
     code_at_start = code_hash(inputs.code)
     is_first = int(os.environ["RANK"]) == 0
     record = begin_record(inputs.params, config) if is_first else {}
@@ -90,7 +90,7 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         train_iters = config.training.train_iters
         if progress.iteration < train_iters:
             run.mark_training()
-            if is_first and parts.throughput.peak_tflops is not None:
+            if is_first and parts.at(0).throughput.peak_tflops is not None:
                 say(f"MFU in the lines below: {MFU_CONVENTION}")
             if is_first:
                 run.show_bar(stack, progress.iteration)
@@ -110,21 +110,6 @@ def _open(inputs: PretrainInputs, config: RunConfig, code: str, stack: ExitStack
     state = open_state(inputs.state_root, config, code, policy)
     stack.enter_context(copy_to(state.path / "train.log"))
     return state
-
-
-def _require_its_tokens(config: RunConfig) -> None:
-    """Refuses tokens other than those the configuration was made for."""
-    folder, data = Path(config.data.prefix).parent, config.data
-    found = TokensManifest.load(folder).differences(
-        bin_sha256=data.tokens_sha256,
-        tokenizer_fingerprint=data.tokenizer_fingerprint,
-        vocab_size=data.vocab_size,
-    )
-    if found:
-        raise UserError(
-            f"{folder}: not the tokens of the run configuration: {'; '.join(found)}; run: dvc "
-            "repro validate_config"
-        )
 
 
 def _require_unchanged(inputs: PretrainInputs, config: RunConfig, code: str) -> None:

@@ -58,7 +58,7 @@ def finish_record(begun: dict[str, object], state: StateRecord) -> dict[str, obj
 
     Args:
         begun: what ``begin_record`` gave at its start.
-        state: the state directory's record: layout, code, and whatever was adopted.
+        state: the state directory's record: layout, code, and what it took over.
     """
     return begun | {
         "ended": _moment(time.time()),
@@ -66,6 +66,7 @@ def finish_record(begun: dict[str, object], state: StateRecord) -> dict[str, obj
         "layout": state.layout,
         "code_sha256": state.code_hash,
         "adopted": state.adopted,
+        "began_from": state.began_from,
     }
 
 

@@ -122,6 +122,7 @@ class RunState:
             self._restart_results(progress.iteration)
             if found is not None:
                 self._compare_with_history(found, progress)
+                self._compare_draws(found, progress)
         return progress
 
     def mark_training(self) -> None:
@@ -187,12 +188,12 @@ class RunState:
         """What ``lib.checkpoint.state`` lists, but where it comes from only on rank 0."""
         scalars: dict[str, object] = {
             "progress": asdict(progress),
-            "data": {"consumed_samples": progress.consumed_samples, "segment": 0},
-            "tokens_seen": self._tokens_seen(progress),
+            "data": self._data(progress),
+            "tokens_seen": self.config.data.tokens_before(progress.consumed_samples),
             "metrics": {"rows": self._rows},
             "random_streams": self._stream_kind(),
             "loss_scale": self._parts.loss_scale.state(),
-            "arithmetic": self._arithmetic(),
+            "arithmetic": self._arithmetic(progress.consumed_samples),
             "run_config": self.config.model_dump(mode="json"),
         }
         scalars |= optimizer_scalars(self._parts.optimizer)
@@ -222,7 +223,10 @@ class RunState:
         self._parts.loss_scale.restore(loss_scale)
         if same_grid:
             restore_random_streams(streams, rank, device, shard_stream)
-        changed = _differences(found.scalars["arithmetic"], self._arithmetic())
+        data = found.scalars["data"]
+        assert isinstance(data, dict)
+        now = self._arithmetic(data["consumed_samples"])
+        changed = _differences(found.scalars["arithmetic"], now)
         if changed and self.state is not None:
             warn(f"not bit for bit the run that was interrupted: {'; '.join(changed)}")
 
@@ -241,29 +245,53 @@ class RunState:
         groups = self._parts.groups
         return [groups.pp.size, groups.dp.size, groups.tp.size, self._parts.device.type]
 
-    def _arithmetic(self) -> dict[str, object]:
-        """What changes the last digits of a step, though not what is trained."""
-        runtime, training = self._parts.runtime, self.config.training
+    def _arithmetic(self, consumed_samples: int) -> dict[str, object]:
+        """What changes the last digits of the last step, though not what is trained."""
+        runtime, phase = self._parts.runtime, self.config.phase_at(max(0, consumed_samples - 1))
         return {
             "device": self._parts.device.type,
             "parallel": dict(asdict(self._layout)),
             "parallel.sequence": self.config.parallel.sequence,
-            "training.micro_batch_size": training.micro_batch_size,
+            "training.micro_batch_size": phase.micro_batch_size,
             "launch.threads": torch.get_num_threads(),
             "runtime.attention": runtime.attention,
             "runtime.deterministic": runtime.deterministic,
             "torch": torch.__version__,
         }
 
-    def _tokens_seen(self, progress: Progress) -> int:
-        return progress.consumed_samples * self.config.training.seq_length
+    def _data(self, progress: Progress) -> dict[str, object]:
+        """Where the run stands in its data; all of it follows from the first number."""
+        consumed = progress.consumed_samples
+        return {
+            "consumed_samples": consumed,
+            "segment": self._parts.order.segment_at(consumed),
+            "draws": self._draws(consumed),
+        }
+
+    def _draws(self, consumed_samples: int) -> dict[str, int]:
+        order = self._parts.order
+        return dict(zip(order.names, order.draws_before(consumed_samples), strict=True))
+
+    def _compare_draws(self, found: LoadedCheckpoint, progress: Progress) -> None:
+        """Warns where this code reads the corpora in another order than the saved run did."""
+        data = found.scalars["data"]
+        assert isinstance(data, dict)
+        now = self._draws(progress.consumed_samples)
+        saved = {name: count for name, count in data.get("draws", now).items() if count}
+        if saved != {name: count for name, count in now.items() if count}:
+            warn(
+                f"{found.path}: its run had drawn {saved} samples of the corpora, and by this code "
+                f"it would have been {now}: some samples will be read again and others left out"
+            )
 
     def _restart_results(self, iteration: int) -> None:
         """Cuts the history at the checkpoint and writes the result files anew from it."""
         # A run made shorter keeps the rows that its later checkpoints belong to.
         self.history.truncate(max([iteration, *iterations(self.path)]))
         kinds = [self.history.rows(kind, iteration) for kind in ("train", "valid", "gradients")]
-        self.files = ResultFiles(self._results, *kinds)
+        sets = [each.name for each in self._parts.validation]
+        named = sets if len(sets) > 1 else ()
+        self.files = ResultFiles(self._results, *kinds, validation_sets=named)
         self._rows = sum(map(len, kinds))
 
     def _compare_with_history(self, found: LoadedCheckpoint, progress: Progress) -> None:

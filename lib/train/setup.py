@@ -6,7 +6,6 @@ layout from ``Layout``, and what a machine has from ``launch`` and ``runtime``.
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,19 +13,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
+from lib.checkpoint.run_data import open_samples, training_samples
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.launch_plan import Layout
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.console import warn
-from lib.data.indexed_dataset import IndexedDataset
 from lib.data.order import SampleOrder
-from lib.data.samples import SampleWindows
-from lib.data.splits import describe_splits
-from lib.errors import UserError
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
 from lib.model.gpt import COMPUTE_DTYPES
-from lib.model.loss import MicroBatch
+from lib.model.loss import SampleRules
 from lib.optim.grad_scaler import LossScale, ScaleRules, build_loss_scale
 from lib.optim.lr_schedule import LearningRate
 from lib.optim.optimizer import build_optimizer
@@ -35,9 +31,28 @@ from lib.parallel.mesh import build_mesh, groups_of
 from lib.parallel.monitor import watch_groups
 from lib.parallel.random import seed_default_stream, shard_stream
 from lib.pipeline.communication import Links
-from lib.train.batches import BatchShape, TrainingBatches, validation_batches
+from lib.train.batches import (
+    BatchShape,
+    Reading,
+    TrainingBatches,
+    ValidationSet,
+    validation_set,
+)
 from lib.train.metrics import Throughput
 from lib.train.model_setup import ShardedModel, build_sharded_model
+
+
+@dataclass(frozen=True)
+class PhaseParts:
+    """What depends on the lengths of a phase.
+
+    Attributes:
+        links: to the neighbouring pipeline stages, for hidden states of its shape.
+        throughput: turns times into rates.
+    """
+
+    links: Links
+    throughput: Throughput
 
 
 @dataclass(frozen=True)
@@ -50,14 +65,14 @@ class TrainingParts:
         device: where this rank computes.
         groups: process groups of this rank.
         model: this rank's part of the model, sharded.
-        links: to the neighbouring pipeline stages.
         optimizer: AdamW over the model's parameters.
         loss_scale: factor on the loss before the backward pass, for fp16.
         learning_rate: rate by consumed samples.
-        batches: micro batches of the training split.
-        validation: micro batches of one validation, on the CPU; empty when it is off.
+        order: in which training reads the corpora.
+        batches: micro batches of training.
+        validation: what a validation measures; empty when it is off.
         shape: sizes of the global batches and their layout.
-        throughput: turns times into rates.
+        phases: what depends on lengths, for each phase of the training.
     """
 
     config: RunConfig
@@ -65,14 +80,23 @@ class TrainingParts:
     device: torch.device
     groups: ParallelGroups
     model: ShardedModel
-    links: Links
     optimizer: AdamW
     loss_scale: LossScale
     learning_rate: LearningRate
+    order: SampleOrder
     batches: TrainingBatches
-    validation: list[MicroBatch]
+    validation: tuple[ValidationSet, ...]
     shape: BatchShape
-    throughput: Throughput
+    phases: tuple[PhaseParts, ...]
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this pipeline stage holds the loss."""
+        return self.groups.pp.rank == self.groups.pp.size - 1
+
+    def at(self, consumed_samples: int) -> PhaseParts:
+        """What the step that begins after ``consumed_samples`` works with."""
+        return self.phases[self.config.data.phase_index_at(consumed_samples)]
 
 
 def start_process_group(device_type: str) -> torch.device:
@@ -113,23 +137,6 @@ def build_groups(config: RunConfig, device: torch.device, mesh: DeviceMesh) -> P
     return replace(groups, sequence_parallel=config.parallel.sequence, shard_stream=stream)
 
 
-def open_split(config: RunConfig, name: Literal["train", "valid"]) -> SampleWindows:
-    """The samples of one split of the tokenised corpus.
-
-    Raises:
-        UserError: when the tokens on disk are not those the configuration was made from.
-    """
-    dataset = IndexedDataset(Path(config.data.prefix))
-    facts = describe_splits(dataset, config.training.split, config.training.seq_length)[name]
-    expected = config.data.splits[name]
-    if (facts.tokens, facts.samples) != (expected.tokens, expected.samples):
-        raise UserError(
-            f"{config.data.prefix}: the {name} split has {facts.tokens} tokens, but the run "
-            f"configuration was made for {expected.tokens}; run validate_config again"
-        )
-    return SampleWindows(dataset, facts, config.training.seq_length)
-
-
 def _learning_rate(config: RunConfig) -> LearningRate:
     schedule = config.schedule
     return LearningRate(
@@ -154,25 +161,46 @@ def _loss_scale(config: RunConfig) -> LossScale:
     return build_loss_scale(precision.compute, precision.loss_scale, rules)
 
 
-def _throughput(config: RunConfig, device: torch.device) -> Throughput:
+def _throughput(config: RunConfig, seq_length: int, device: torch.device) -> Throughput:
     padded = config.derived.padded_vocab_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Throughput(
-        tokens_per_sample=config.training.seq_length,
-        flops_per_token=training_flops_per_token(config.model, config.training.seq_length, padded),
+        tokens_per_sample=seq_length,
+        flops_per_token=training_flops_per_token(config.model, seq_length, padded),
         processes=dist.get_world_size(),
         peak_tflops=dense_peak_tflops(name),
     )
 
 
-def _validation(config: RunConfig, shape: BatchShape) -> list[MicroBatch]:
+def _reading(
+    config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups, device: torch.device
+) -> Reading:
+    return Reading(
+        SampleRules.of(config.data),
+        device,
+        reads_tokens=groups.pp.rank in (0, groups.pp.size - 1),
+        num_workers=runtime.num_workers,
+        prefetch=runtime.prefetch,
+    )
+
+
+def _validation(
+    config: RunConfig, shape: BatchShape, reading: Reading
+) -> tuple[ValidationSet, ...]:
     training = config.training
     if training.eval_interval == 0:
-        return []
-    windows = open_split(config, "valid")
-    order = SampleOrder(windows.num_samples, training.seed, "valid")
+        return ()
     wanted = training.eval_iters * training.global_batch_size
-    return validation_batches(windows, order, shape, wanted)
+    return tuple(
+        validation_set(
+            name,
+            open_samples(config, name, "valid", training.seq_length),
+            training.seed,
+            wanted,
+            (shape, reading),
+        )
+        for name in config.data.validation
+    )
 
 
 def _agents_store() -> dist.Store:
@@ -181,23 +209,31 @@ def _agents_store() -> dist.Store:
     return dist.PrefixStore("collectives", dist.TCPStore(address, port, is_master=False))
 
 
-def _links(config: RunConfig, groups: ParallelGroups, device: torch.device) -> Links:
-    training, stages = config.training, groups.pp.size
-    length = training.seq_length
-    if groups.sequence_parallel:
-        length //= groups.tp.size
+def _phases(
+    config: RunConfig, groups: ParallelGroups, device: torch.device
+) -> tuple[PhaseParts, ...]:
+    """The links of all phases share their connections, which are made once."""
     links = Links(
         groups.channels,
         stage=groups.pp.rank,
-        stages=stages,
+        stages=groups.pp.size,
         chunks=config.parallel.virtual_stages,
-        shape=(length, training.micro_batch_size, config.model.hidden_size),
         dtype=COMPUTE_DTYPES[config.precision.compute],
         device=device,
         stream=torch.cuda.Stream(device) if device.type == "cuda" else None,
     )
     links.connect()
-    return links
+    cut = groups.tp.size if groups.sequence_parallel else 1
+    return tuple(
+        PhaseParts(
+            replace(
+                links,
+                shape=(phase.seq_length // cut, phase.micro_batch_size, config.model.hidden_size),
+            ),
+            _throughput(config, phase.seq_length, device),
+        )
+        for phase in config.data.phases
+    )
 
 
 def build_training(
@@ -235,21 +271,21 @@ def build_training(
         epsilon=config.optimizer.epsilon,
         weight_decay=config.optimizer.weight_decay,
     )
-    shape = BatchShape(training.micro_batch_size, BatchSchedule.of(training), groups.dp)
-    windows = open_split(config, "train")
-    order = SampleOrder(windows.num_samples, training.seed)
+    shape = BatchShape(config.data.phases, BatchSchedule.of(training), groups.dp)
+    reading = _reading(config, runtime, groups, device)
+    samples = training_samples(config)
     return TrainingParts(
         config=config,
         runtime=runtime,
         device=device,
         groups=groups,
         model=model,
-        links=_links(config, groups, device),
         optimizer=optimizer,
         loss_scale=_loss_scale(config),
         learning_rate=_learning_rate(config),
-        batches=TrainingBatches(windows, order, shape, device, runtime.prefetch),
-        validation=_validation(config, shape),
+        order=samples.order,
+        batches=TrainingBatches(samples, shape, reading),
+        validation=_validation(config, shape, reading),
         shape=shape,
-        throughput=_throughput(config, device),
+        phases=_phases(config, groups, device),
     )

@@ -6,7 +6,7 @@ with the last), add up what two stages share, clip, set the learning rate, updat
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,6 +18,7 @@ from lib.model.loss import MicroBatch, run_chunk
 from lib.optim.clipping import clip_gradients
 from lib.optim.optimizer import set_learning_rate
 from lib.parallel.collectives import all_reduce
+from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
 from lib.pipeline.plan import stage_plan
 from lib.train.metrics import StepRow
@@ -69,7 +70,7 @@ def train_step(
     batches = parts.batches.take(progress.consumed_samples)
     waited = time.perf_counter() - started
     scale = parts.loss_scale.scale
-    loss, num_tokens = forward_backward(parts, batches)
+    loss, num_tokens = forward_backward(parts, batches, parts.at(progress.consumed_samples).links)
     if observe is not None:
         observe(scale)
     norm = clip_gradients(
@@ -87,14 +88,14 @@ def train_step(
     if parts.device.type == "cuda":
         torch.cuda.synchronize(parts.device)
     seconds = time.perf_counter() - started
-    rates = parts.throughput.of(seconds, batch_size)
+    rates = parts.at(progress.consumed_samples - batch_size).throughput.of(seconds, batch_size)
     return StepRow(
         step=progress.iteration,
         loss=loss,
         learning_rate=rate,
         grad_norm=norm,
         consumed_samples=progress.consumed_samples,
-        consumed_tokens=progress.consumed_samples * parts.config.training.seq_length,
+        consumed_tokens=parts.config.data.tokens_before(progress.consumed_samples),
         global_batch_size=batch_size,
         loss_scale=scale,
         skipped=progress.skipped - skipped_before,
@@ -108,39 +109,52 @@ def train_step(
     )
 
 
-def forward_backward(parts: TrainingParts, batches: list[MicroBatch]) -> tuple[float, float]:
+def forward_backward(
+    parts: TrainingParts, batches: list[MicroBatch], links: Links
+) -> tuple[float, float]:
     """Gradients of the mean token loss over the global batch, times the loss scale.
 
     Returns:
         The loss in nats per counted token and the number of counted tokens, the same on all ranks.
     """
-    num_tokens = count_tokens(parts, batches)
+    num_tokens = 1.0
+    if parts.is_last_stage:  # alone it knows the labels, and needs the count
+        # Over gloo, so that no GPU is waited for before a step.
+        mine = torch.tensor(_own_tokens(batches), dtype=torch.float64)
+        num_tokens = max(1.0, all_reduce(mine, parts.groups.dp).item())
     pp, model = parts.groups.pp, parts.model
     losses = run_plan(
         stage_plan(pp.rank, pp.size, len(model.chunks), len(batches), trains=True),
         lambda chunk, number, received: run_chunk(model.chunk(chunk), batches[number], received),
-        parts.links,
-        grad_scale=parts.loss_scale.scale / max(num_tokens, 1.0),
+        links,
+        grad_scale=parts.loss_scale.scale / num_tokens,
         before_backward=lambda chunk, is_last: model.before_backward(chunk, is_last=is_last),
     )
     sum_tied_gradients(model, parts.config, parts.groups)
-    return sum_losses(parts, losses) / max(num_tokens, 1.0), num_tokens
+    total, counted = sum_losses(parts, losses, batches)
+    return total / max(1.0, counted), counted
 
 
-def sum_losses(parts: TrainingParts, losses: list[Tensor]) -> float:
-    """The sum over micro batches and data-parallel ranks, told to all pipeline stages."""
-    total = torch.zeros((), dtype=torch.float64, device=parts.device)
-    if losses:  # on the last stage only
-        total += torch.stack(losses).double().sum()
+def sum_losses(
+    parts: TrainingParts, losses: list[Tensor], batches: Sequence[MicroBatch]
+) -> tuple[float, float]:
+    """Sum of token losses and number of counted tokens over micro batches and all ranks.
+
+    The last stage, which alone has losses and labels, tells them to all stages.
+    """
+    told = torch.zeros(2, dtype=torch.float64, device=parts.device)
+    if losses:
+        told[0] = torch.stack(losses).double().sum()
+        told[1] = _own_tokens(batches)
     for group in (parts.groups.dp, parts.groups.pp):
-        total = all_reduce(total, group)
-    return total.item()
+        told = all_reduce(told, group)
+    total, counted = told.tolist()
+    return total, counted
 
 
-def count_tokens(parts: TrainingParts, batches: list[MicroBatch]) -> float:
-    """Counted tokens of all ranks; over gloo, so that no GPU is waited for before a step."""
-    count = torch.tensor(float(sum(batch.num_tokens for batch in batches)), dtype=torch.float64)
-    return all_reduce(count, parts.groups.dp).item()
+def _own_tokens(batches: Sequence[MicroBatch]) -> float:
+    """Counted tokens of this rank's micro batches; right on the last stage."""
+    return float(sum(batch.num_tokens for batch in batches))
 
 
 def _update(

@@ -20,7 +20,7 @@ from lib.cli import die_with_parent
 from lib.console import say
 from lib.errors import UserError
 
-_STAGE_LINE = re.compile(r"Running stage '(\w+)'")
+_STAGE_LINE = re.compile(r"Running stage '([\w@]+)'")
 _NOTHING_TO_DO = "Data and pipelines are up to date."
 # What a project's folder holds beside its sources.
 _PRODUCTS = {
@@ -108,7 +108,8 @@ class PipelineRun:
     """What a ``dvc repro`` did.
 
     Attributes:
-        seconds: of each stage that ran; a stage restored from the cache did not.
+        seconds: of each stage that ran (``STAGE@NAME`` where it has one instance for each corpus);
+            a stage restored from the cache did not.
         up_to_date: DVC found nothing to do.
     """
 

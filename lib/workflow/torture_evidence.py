@@ -3,8 +3,8 @@
 Compared are the rows of ``results/train.csv`` but for the measured columns, the samples that each
 step read, ``results/validation.csv`` and the published weights. The order of samples is a pure
 function (``lib.data.order``) of the seed and of the count of consumed samples, which each row
-records, so the sample numbers of a step follow from its row. That it read these and no others
-shows in its loss, which is compared to the last bit.
+records, so the corpora and sample numbers of a step follow from its row. That it read these and
+no others shows in its loss, which is compared to the last bit.
 """
 
 import csv
@@ -64,17 +64,17 @@ def collect(project: Path) -> Evidence:
         weights = sha256_of(project / "model" / _WEIGHTS)
     except OSError as error:
         raise UserError(f"the run left no whole result: {error}") from None
-    order = SampleOrder(config.data.splits["train"].samples, config.training.seed)
+    order = SampleOrder.of_phases(config.data.phases, config.training.seed)
     for row in rows:
         row["samples"] = samples_of(row, order)
     return Evidence(rows, validation, weights)
 
 
 def samples_of(row: dict[str, str], order: SampleOrder) -> str:
-    """A digest of the sample numbers that a step read, in their order."""
+    """A digest of the corpora and sample numbers that a step read, in their order."""
     end, size = int(row["consumed_samples"]), int(row["global_batch_size"])
-    numbers = order.samples_at(np.arange(end - size, end, dtype=np.int64))
-    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()[:16]
+    drawn = np.stack(order.samples_at(np.arange(end - size, end, dtype=np.int64)))
+    return hashlib.sha256(drawn.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def differences(truth: Evidence, found: Evidence) -> list[str]:

@@ -46,19 +46,33 @@ _EXAMPLE = {
     },
     "checkpoint": {"save_interval": 5, "keep_last": 2, "keep_every": None},
     "data": {
-        "prefix": "data/tokens/corpus_text_document",
-        "tokens_sha256": "ab" * 32,
         "tokenizer_fingerprint": "cd" * 32,
         "vocab_size": 19,
         "eod_id": 0,
-        "dtype": "uint16",
-        "documents": 30,
-        "tokens": 3000,
-        "splits": {
-            "train": {"documents": [0, 27], "tokens": 2700, "samples": 168},
-            "valid": {"documents": [27, 28], "tokens": 150, "samples": 9},
-            "test": {"documents": [28, 30], "tokens": 150, "samples": 9},
+        "corpora": {
+            "stdlib": {
+                "manifest": "data/tokens/stdlib/manifest.json",
+                "tokens_sha256": "ab" * 32,
+                "dtype": "uint16",
+                "documents": 30,
+                "tokens": 3000,
+                "splits": {
+                    "train": {"documents": [0, 27], "tokens": 2700, "samples": 168},
+                    "valid": {"documents": [27, 28], "tokens": 150, "samples": 9},
+                    "test": {"documents": [28, 30], "tokens": 150, "samples": 9},
+                },
+            },
         },
+        "phases": [
+            {
+                "from_samples": 0,
+                "seq_length": 16,
+                "micro_batch_size": 2,
+                "weights": {"stdlib": 168.0},
+                "samples": {"stdlib": 168},
+            },
+        ],
+        "validation": ["stdlib"],
     },
     "derived": {
         "padded_vocab_size": 128,
@@ -71,13 +85,49 @@ _EXAMPLE = {
 }
 
 
+_WEB = {
+    "manifest": "data/tokens/web/manifest.json",
+    "tokens_sha256": "ef" * 32,
+    "dtype": "uint16",
+    "documents": 10,
+    "tokens": 1000,
+    "splits": {
+        "train": {"documents": [0, 9], "tokens": 900, "samples": 56},
+        "valid": {"documents": [9, 10], "tokens": 100, "samples": 6},
+        "test": {"documents": [10, 10], "tokens": 0, "samples": 0},
+    },
+}
+_LONGER = {
+    "from_samples": 40,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "weights": {"stdlib": 1.0, "web": 3.0},
+    "samples": {"stdlib": 84, "web": 28},
+}
+
+
+def two_phases(**changes: object) -> RunConfig:
+    """As ``run_config``, with a second corpus in the blend, and longer samples from 40 on."""
+    tree = copy.deepcopy(_EXAMPLE)
+    data = tree["data"]
+    data["corpora"]["web"] = copy.deepcopy(_WEB)
+    data["phases"][0]["weights"]["web"] = 56.0
+    data["phases"][0]["samples"]["web"] = 56
+    data["phases"].append(copy.deepcopy(_LONGER))
+    data["validation"].append("web")
+    return _changed(tree, changes)
+
+
 def run_config(**changes: object) -> RunConfig:
     """The example with changed fields, written ``section__field=value``."""
-    tree = copy.deepcopy(_EXAMPLE)
+    return _changed(copy.deepcopy(_EXAMPLE), changes)
+
+
+def _changed(tree: dict, changes: dict[str, object]) -> RunConfig:
     for name, value in changes.items():
         *levels, leaf = name.split("__")
         below = tree
         for level in levels:
-            below = below[level]
+            below = below[int(level) if isinstance(below, list) else level]
         below[leaf] = value
     return RunConfig.model_validate(tree)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lib.config.data_section import DataSection
 from lib.config.operation import CheckpointConfig
 from lib.config.run_config import Params, RunConfig, resolve
 from lib.config.schema import (
@@ -18,7 +19,8 @@ from lib.config.schema import (
     ScheduleSection,
     TrainingSection,
 )
-from lib.train.comparison import facts_of, random_corpus, with_layout
+from lib.train.comparison import with_layout
+from lib.train.random_tokens import random_tokens
 
 VOCABULARY = 301  # padded to 304 rows
 BEFORE, AFTER = 2, 1  # steps until the checkpoint, and from there to the end
@@ -139,8 +141,12 @@ def config_of(folder: Path, family: str) -> RunConfig:
 def laid_out(config: RunConfig, layout: str) -> RunConfig:
     """The same run on one of the layouts."""
     size = _MICRO_BATCHES.get(layout, 2 if layout in LAYOUTS else 1)
-    training = config.training.model_copy(update={"micro_batch_size": size})
-    return with_layout(config, ALL[layout]).model_copy(update={"training": training})
+    update = {"micro_batch_size": size}
+    training = config.training.model_copy(update=update)
+    phases = tuple(phase.model_copy(update=update) for phase in config.data.phases)
+    data = config.data.model_copy(update={"phases": phases})
+    laid_out = with_layout(config, ALL[layout])
+    return laid_out.model_copy(update={"training": training, "data": data})
 
 
 def _resolve(folder: Path, model: ModelSection, *, seq_length: int, vocabulary: int) -> RunConfig:
@@ -159,9 +165,10 @@ def _resolve(folder: Path, model: ModelSection, *, seq_length: int, vocabulary: 
         ScheduleSection(warmup_iters=2),
         training,
         CheckpointConfig(),
+        DataSection(),
+        ("one", "two"),
     )
-    prefix = random_corpus(folder, vocabulary, 60)
-    return resolve(params, facts_of(prefix, vocabulary, training.split, seq_length))
+    return resolve(params, random_tokens(folder, params, vocabulary, 60))
 
 
 def kinds() -> dict[str, set[object]]:

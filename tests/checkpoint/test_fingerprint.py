@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -24,19 +25,22 @@ from lib.checkpoint.fingerprint import (
     difference,
     fingerprint,
     fingerprint_parts,
+    general_name,
     is_trajectory,
     leaves,
 )
 from lib.checkpoint.resume import RECORD, ResumePolicy, open_state
 from lib.config.run_config import RunConfig
+from lib.data.order import SampleOrder
 from lib.errors import UserError
 from lib.optim.lr_schedule import LearningRate
-from tests.checkpoint.examples import run_config
+from tests.checkpoint.examples import run_config, two_phases
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (another run|continues) \|", re.MULTILINE)
-# A run that reads every field: wsd and a moving loss scale, started from given weights.
-BASE = run_config(
+_ROW = re.compile(r"^\| `([a-z0-9_.*]+)` \| (another run|continues) \|", re.MULTILINE)
+# A run that reads every field: wsd and a moving loss scale, started from given weights, two corpora
+# in two phases.
+BASE = two_phases(
     schedule__decay="wsd",
     schedule__wsd_decay_samples=32,
     precision__compute="fp16",
@@ -55,13 +59,18 @@ def values(config: RunConfig) -> dict[str, object]:
     return dict(leaves(config.model_dump(mode="json")))
 
 
+# One field of each kind: of the last corpus, and of the second phase.
+FIELDS = {general_name(name): name for name in values(BASE)}
+
+
 def documented() -> list[tuple[str, str]]:
     return _ROW.findall(DOCUMENT.read_text())
 
 
 def documented_kind(name: str) -> str:
     """What the table says of a field; a row may stand for all fields below a name."""
-    kinds = [kind for row, kind in documented() if f"{name}.".startswith(f"{row}.")]
+    general = f"{general_name(name)}."
+    kinds = [kind for row, kind in documented() if general.startswith(f"{row}.")]
     assert len(kinds) == 1, f"{name} must be in one row of {DOCUMENT.name}, it is in {len(kinds)}"
     return kinds[0]
 
@@ -69,8 +78,10 @@ def documented_kind(name: str) -> str:
 def annotation_of(name: str) -> object:
     kind: object = RunConfig
     for part in name.split("."):
-        is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
-        kind = kind.model_fields[part].annotation if is_model else get_args(kind)[1]
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = kind.model_fields[part].annotation
+        else:
+            kind = get_args(kind)[0 if get_origin(kind) is tuple else 1]
     return kind
 
 
@@ -99,7 +110,7 @@ def varied(name: str) -> RunConfig:
         tree = BASE.model_dump(mode="json")
         below = tree
         for part in name.split(".")[:-1]:
-            below = below[part]
+            below = below[int(part) if isinstance(below, list) else part]
         below[name.rpartition(".")[2]] = value
         try:
             config = RunConfig.model_validate(tree)
@@ -119,10 +130,10 @@ def test_the_documented_table_is_that_of_the_code():
     for name in names:
         assert is_trajectory(name) == (documented_kind(name) == "another run"), name
     for row, _ in documented():
-        assert any(f"{name}.".startswith(f"{row}.") for name in names), f"there is no {row}"
+        assert any(f"{name}.".startswith(f"{row}.") for name in FIELDS), f"there is no {row}"
 
 
-@pytest.mark.parametrize("name", values(BASE))
+@pytest.mark.parametrize("name", FIELDS.values())
 def test_a_field_makes_another_run_or_continues(tmp_path, name):
     after = varied(name)
     assert fields_of(difference(BASE.model_dump(mode="json"), after.model_dump(mode="json"))) == [
@@ -150,7 +161,7 @@ def test_a_field_makes_another_run_or_continues(tmp_path, name):
 
 def test_the_lists_name_nothing_that_does_not_exist():
     for entry in TRAJECTORY | NOT_TRAJECTORY:
-        assert any(f"{name}.".startswith(f"{entry}.") for name in values(BASE)), entry
+        assert any(f"{name}.".startswith(f"{entry}.") for name in FIELDS), entry
 
 
 def test_an_unlisted_field_is_an_error():
@@ -160,6 +171,48 @@ def test_an_unlisted_field_is_an_error():
 
 def test_random_weights_leave_no_trace_in_the_fingerprint():
     assert "initial" not in fingerprint_parts(run_config())
+
+
+def read_first(config: RunConfig, count: int = 300) -> list[tuple[str, int]]:
+    """The corpus and the sample of each of the first positions."""
+    order = SampleOrder.of_phases(config.data.phases, config.training.seed)
+    found = order.samples_at(np.arange(count))
+    return [(order.names[c], k) for c, k in zip(*map(np.ndarray.tolist, found), strict=True)]
+
+
+def test_a_corpus_that_is_not_drawn_from_changes_nothing():
+    plain, beside = run_config(), two_phases().model_dump(mode="json")["data"]
+    measured = run_config(data__corpora=beside["corpora"], data__validation=["web"])
+    weightless = beside["phases"][0]
+    weightless["weights"] = {"web": 0.0, "stdlib": 3.0}
+    for config in (
+        measured,
+        run_config(data__corpora=beside["corpora"], data__phases=[weightless]),
+    ):
+        assert fingerprint(config) == fingerprint(plain)
+        assert read_first(config) == read_first(plain)
+
+
+def test_the_run_before_a_phase_is_the_run_that_never_had_it():
+    later = two_phases(data__phases__0__weights={"stdlib": 168.0, "web": 0.0})
+    before = later.before_phase(1)
+    assert fingerprint(before) == fingerprint(run_config()) != fingerprint(later)
+    assert read_first(before) == read_first(run_config()) != read_first(later)
+    assert read_first(before, 40) == read_first(later, 40)
+    assert (before.longest_seq_length, later.longest_seq_length) == (16, 32)
+
+
+def test_only_learned_positions_have_a_length_that_counts():
+    lengths = [
+        [
+            fingerprint(
+                run_config(model__position_embedding=kind, model__max_position_embeddings=n)
+            )
+            for n in (16, 32)
+        ]
+        for kind in ("learned", "rope")
+    ]
+    assert [first == second for first, second in lengths] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -364,6 +364,25 @@ def test_a_checkpoint_without_its_configuration_cannot_be_previewed(tmp_path, mo
         previewed(tmp_path)
 
 
+def test_corpora_that_nothing_is_known_of_cannot_be_previewed(state):
+    later = [{"from_samples": 320, "blend": {"web": 1}}]
+    with pytest.raises(UserError, match=r"tokens of web are not described .* validate_config"):
+        previewed(state, corpora__web={}, data__blend={"stdlib": 1}, data__phases=later)
+    found = previewed(state, corpora__web={}, data__blend={"stdlib": 1})
+    assert not found.another_run
+
+
+def test_a_run_with_added_phases_goes_on_from_this_state(state):
+    later = [{"from_samples": 320, "seq_length": 128}]
+    found = previewed(state, data__phases=later, model__max_position_embeddings=256)
+    assert {line.partition(":")[0].partition(".1.")[0] for line in found.another_run} == {
+        "data.phases"
+    }
+    assert "at or before sample 320" in found.length
+    shown = inspected(state, "--params", "changed.yaml")
+    assert "phases are added: it goes on" in " ".join(shown.split())
+
+
 def test_texts():
     assert [size_text(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**13)] == [
         *("0 B", "999 B", "1.0 kB", "1.5 MB", "20.0 TB"),

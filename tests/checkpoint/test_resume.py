@@ -50,6 +50,7 @@ def test_a_new_state_is_described_in_full(tmp_path):
         "finished": False,
         "adopted": [],
         "layout": {},
+        "began_from": {},
         "fresh": False,
     }
 

@@ -1,11 +1,14 @@
 """A small run, for the tests of configurations."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lib.config.data_facts import CorpusFacts, SplitRange, TokensFacts
+from lib.config.data_section import DataSection
 from lib.config.operation import CheckpointConfig
-from lib.config.run_config import DataFacts, Params, RunConfig, SplitRange, resolve
+from lib.config.run_config import Params, RunConfig, resolve
 from lib.config.schema import (
     ModelSection,
     OptimizerConfig,
@@ -14,6 +17,7 @@ from lib.config.schema import (
     ScheduleSection,
     TrainingSection,
 )
+from tests.config.project_folder import ROOT
 
 
 class Factory:
@@ -35,25 +39,36 @@ class Factory:
             schedule=ScheduleSection.model_validate(sections.get("schedule", {})),
             training=TrainingSection.model_validate({**training, **sections.get("training", {})}),
             checkpoint=CheckpointConfig(),
+            data=DataSection.model_validate(sections.get("data", {})),
+            corpora=("stdlib",),
         )
 
-    def facts(self, **keys: Any) -> DataFacts:
+    def corpus(self, name: str, *tokens: int, **keys: Any) -> CorpusFacts:
+        """A corpus of 100 documents with so many tokens in train, valid and test."""
+        documents = {"train": (0, 90), "valid": (90, 95), "test": (95, 100)}
+        splits = {
+            split: SplitRange(documents=documents[split], tokens=count, samples=(count - 1) // 16)
+            for split, count in zip(documents, tokens, strict=True)
+        }
         facts = {
-            "prefix": "data/tokens/corpus_text_document",
-            "tokens_sha256": "aa",
+            "manifest": f"data/tokens/{name}/manifest.json",
+            "tokens_sha256": f"sha256 of {name}",
+            "dtype": "uint16",
+            "documents": 100,
+            "tokens": sum(tokens),
+            "splits": splits,
+        }
+        return CorpusFacts.model_validate({**facts, **keys})
+
+    def facts(self, **keys: Any) -> TokensFacts:
+        corpora = {"stdlib": self.corpus("stdlib", 641, 50, 50)}
+        facts = {
             "tokenizer_fingerprint": "ff",
             "vocab_size": 300,
             "eod_id": 0,
-            "dtype": "uint16",
-            "documents": 100,
-            "tokens": 1000,
-            "splits": {
-                "train": SplitRange(documents=(0, 90), tokens=641, samples=40),
-                "valid": SplitRange(documents=(90, 95), tokens=50, samples=3),
-                "test": SplitRange(documents=(95, 100), tokens=50, samples=3),
-            },
+            "corpora": corpora,
         }
-        return DataFacts.model_validate({**facts, **keys})
+        return TokensFacts.model_validate({**facts, **keys})
 
     def run_config(self, **sections: dict[str, Any]) -> RunConfig:
         return resolve(self.params(**sections), self.facts())
@@ -62,3 +77,10 @@ class Factory:
 @pytest.fixture
 def make() -> Factory:
     return Factory()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

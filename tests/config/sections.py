@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from lib.config.data_section import DataSection
 from lib.config.operation import EvaluateConfig, LaunchConfig
 from lib.config.schema import (
     ModelSection,
@@ -47,6 +48,10 @@ def parallel(**keys: Any) -> ParallelConfig:
 
 def precision(**keys: Any) -> PrecisionConfig:
     return PrecisionConfig.model_validate(keys)
+
+
+def data(**keys: Any) -> DataSection:
+    return DataSection.model_validate(keys)
 
 
 def evaluate(**keys: Any) -> EvaluateConfig:

@@ -13,7 +13,7 @@ from lib.config.run_config import resolve_model
 from lib.config.schema import ModelSection
 from lib.errors import InvalidParams, UserError
 from stages.validate_config import check_schema, summarise, validate
-from tests.config.test_validate_config import ROOT, change, write_data
+from tests.config.project_folder import ROOT, change, write_data
 
 WORDS = "embedding.word_embeddings.weight"
 POSITIONS = "embedding.position_embeddings.weight"

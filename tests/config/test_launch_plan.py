@@ -177,6 +177,15 @@ def test_every_batch_of_a_rampup_must_divide(make: Factory) -> None:
     assert process_count(run, launch(), 8) == 2
 
 
+def test_micro_batches_of_every_phase_must_divide(make: Factory) -> None:
+    data = {"phases": [{"from_samples": 8, "seq_length": 32, "micro_batch_size": 4}]}
+    for run in (make.params(data=data), make.run_config(data=data)):
+        assert layout_for(run, 2).micro_batches == 2
+        with pytest.raises(UserError, match=r"data\.phases\[0\]\.micro_batch_size = 4 x 4 copies"):
+            layout_for(run, 4)
+        assert process_count(run, launch(), 8) == 2
+
+
 @pytest.mark.parametrize(
     ("keys", "parallel", "gpus", "nodes", "expected"),
     [

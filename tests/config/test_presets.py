@@ -10,6 +10,7 @@ from dvc.utils.serialize import modify_yaml
 
 from lib.config.operation import CONFIG_SECTIONS
 from lib.config.params_file import parse_params, read_params, read_params_sections
+from lib.config.params_problems import entry_model
 from lib.config.presets import conflicts, merge_preset, preset_path, read_preset, to_text
 from lib.config.run_config import Params, count_parameters, resolve_model
 from lib.errors import InvalidParams, UserError
@@ -44,10 +45,15 @@ def test_the_default_states_every_key_and_explains_it() -> None:
     assert list(params_file.root) == list(ALL_SECTIONS)
     lines = default_text().splitlines()
     for name, model in ALL_SECTIONS.items():
-        assert set(params_file.root[name]) == set(model.model_fields), name
-        for key in model.model_fields:
-            line = lines[int(params_file.where(name, key).rpartition(":")[2]) - 1]
-            assert "#" in line, f"{name}.{key} has no comment"
+        keys = set(entry_model(model).model_fields)
+        is_named = entry_model(model) is not model
+        for at in [(name, entry) for entry in params_file.root[name]] if is_named else [(name,)]:
+            section = params_file.plain(*at)
+            assert isinstance(section, dict)
+            assert set(section) == keys, at
+            for key in keys:
+                line = lines[int(params_file.where(*at, key).rpartition(":")[2]) - 1]
+                assert "#" in line, f"{at}.{key} has no comment"
 
 
 def test_the_default_has_100_columns_at_most() -> None:
@@ -81,15 +87,22 @@ def test_a_preset_changes_its_keys_and_no_other(name: str) -> None:
     default = read_params(ROOT / "params.yaml")
     merged = parse_params(merged_text(name), Path("params.yaml"))
     for section, keys in default.root.items():
-        for key in keys:
-            wanted = preset if key in preset.root.get(section, {}) else default
-            assert merged.plain(section, key) == wanted.plain(section, key), f"{section}.{key}"
+        if section != "corpora":
+            for key in keys:
+                wanted = preset if key in preset.root.get(section, {}) else default
+                assert merged.plain(section, key) == wanted.plain(section, key), f"{section}.{key}"
+    named = preset.root.get("corpora", {})
+    ((found, after),) = merged.root["corpora"].items()
+    assert found == next((name for name in named if name != "*"), "stdlib")
+    assert dict(after) == {**default.root["corpora"]["stdlib"], **next(iter(named.values()), {})}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_only_keys_that_differ(name: str) -> None:
     preset = read_params(ROOT / "params" / f"{name}.yaml")
     default = read_params(ROOT / "params.yaml")
+    preset.root["corpora"] = next(iter(preset.root.get("corpora", {}).values()), {})
+    default.root["corpora"] = default.root["corpora"]["stdlib"]
     same = [
         f"{section}.{key}"
         for section, keys in preset.root.items()
@@ -125,7 +138,7 @@ def test_a_large_preset_trains_on_about_20_tokens_per_weight(name: str) -> None:
     tokens = (training.train_iters or 0) * training.global_batch_size * training.seq_length
     assert 18 < tokens / weights < 23
     # FineWeb-Edu's documents have about 1000 tokens: enough of them for one pass.
-    assert tokens < params_file.root["corpus"]["max_documents"] * 1000
+    assert tokens < params_file.root["corpora"]["fineweb_edu"]["max_documents"] * 1000
 
 
 def test_an_unknown_preset_names_those_that_there_are() -> None:
@@ -155,6 +168,58 @@ def test_a_merge_tells_old_and_new_and_writes_null_as_a_word() -> None:
         ("new.c", "(missing)", '["x", "y"]'),
     ]
     assert to_text(mine) == "model:\n  a: null # one\n  b: 3.0e-4\nnew:\n  c: [x, 'y']\n"
+
+
+TWO_CORPORA = """corpora:
+  a:      # one
+    source: files  # its source
+    paths: [x]
+  b:      # two
+    seed: 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("preset", "merged"),
+    [
+        (  # the same list twice would become an anchor
+            "{'*': {paths: [q]}}",
+            {"a": {"source": "files", "paths": ["q"]}, "b": {"seed": 3, "paths": ["q"]}},
+        ),
+        ("{b: {seed: 5}}", {"b": {"seed": 5}}),
+        (
+            "{c: {seed: 5}, b: {seed: 6}}",
+            {"c": {"source": "files", "paths": ["x"], "seed": 5}, "b": {"seed": 6}},
+        ),
+        (
+            "{b: {seed: 6}, c: {source: url}, d: {seed: 7}}",
+            {"c": {"source": "url", "paths": ["x"]}, "b": {"seed": 6}, "d": {"seed": 7}},
+        ),
+    ],
+)
+def test_a_preset_says_which_corpora_there_are(preset: str, merged: dict[str, object]) -> None:
+    mine = parse_params(TWO_CORPORA, Path("p.yaml"))
+    changes = merge_preset(mine, parse_params(f"corpora: {preset}", Path("q.yaml")))
+    text = to_text(mine)
+    assert parse_params(text, Path("p.yaml")).plain("corpora") == merged
+    assert "&" not in text
+    assert ("# one" in text) == (len(merged) > 1)
+    renamed = [(change.old, change.new) for change in changes if change.field == "corpora"]
+    assert renamed == ([] if "*" in preset else [("{a, b}", "{" + ", ".join(merged) + "}")])
+
+
+def test_own_corpora_are_not_removed_nor_overwritten() -> None:
+    committed = parse_params(TWO_CORPORA, Path("p.yaml"))
+    preset = parse_params("corpora: {c: {source: url, seed: 4}, b: {seed: 5}}", Path("q.yaml"))
+    assert conflicts(committed, preset, committed) == []
+    mine = parse_params(TWO_CORPORA.replace("files", "huggingface") + "  d: {}\n", Path("p.yaml"))
+    first, second = conflicts(mine, preset, committed)
+    assert (first.where, first.field, first.value) == ("p.yaml:1", "corpora", "{a, b, d}")
+    assert (second.where, second.field, second.value) == (
+        *("p.yaml:3", "corpora.c.source", '"huggingface"'),
+    )
+    merge_preset(committed, preset)  # the preset's own result is no conflict, once applied
+    assert conflicts(committed, preset, parse_params(TWO_CORPORA, Path("p.yaml"))) == []
 
 
 def test_only_own_changes_to_other_values_are_conflicts() -> None:
@@ -211,6 +276,7 @@ def test_the_command_prints_each_key_and_writes_the_file(project: Project) -> No
     assert "model.num_layers: 4 -> 2\n" in done.stdout
     preset = read_params(ROOT / "params" / "smoke.yaml")
     assert done.stdout.count(" -> ") == sum(len(keys) for keys in preset.root.values())
+    assert "corpora.stdlib.max_documents: null -> 60\n" in done.stdout
     assert project.params.read_text() == merged_text("smoke")
     assert not list(project.folder.glob("*.partial"))
 
@@ -268,7 +334,7 @@ def test_without_git_or_commits_there_is_no_committed_version(project: Project) 
     committed = committed_version(project.params)
     assert committed is not None
     assert read_params_sections(committed, ALL_SECTIONS).keys() == {
-        "corpus", "tokenizer", "tokens", *CONFIG_SECTIONS
+        "corpora", "tokenizer", "tokens", *CONFIG_SECTIONS
     }  # fmt: skip
 
 
@@ -279,7 +345,7 @@ def test_dvc_may_rewrite_the_file(tmp_path: Path) -> None:
     with modify_yaml(str(path)) as content:
         content["schedule"]["min_lr"] = 1e-05
         content["training"]["train_iters"] = 1000000000.0
-        content["corpus"]["max_documents"] = None
+        content["corpora"]["stdlib"]["max_documents"] = None
     text = path.read_text()
     assert "min_lr: 1e-05 " in text
     assert "train_iters: 1000000000.0 " in text

@@ -20,6 +20,13 @@ WORKFLOW = """stages:
       - kernels
   own:
     cmd: y
+  each:
+    foreach: ${corpora}
+    do:
+      cmd: z
+      deps:
+        - data/raw/${key}
+        - stages/each.py
 """
 
 
@@ -32,7 +39,8 @@ def workflow(tmp_path: Path) -> Path:
 
 def test_code_is_told_from_data(workflow: Path) -> None:
     first = (Path("stages/first.py"), Path("lib/errors.py"), Path("kernels"))
-    assert declared_code(workflow) == {"first": first, "own": ()}
+    each = (Path("stages/each.py"),)
+    assert declared_code(workflow) == {"first": first, "own": (), "each": each}
     assert stage_code(workflow, "first") == first
 
 
@@ -43,7 +51,7 @@ def test_code_of_pretrain_is_there() -> None:
 
 
 def test_unknown_stage_names_the_others(workflow: Path) -> None:
-    with pytest.raises(UserError, match="has no stage nope; it has: first, own"):
+    with pytest.raises(UserError, match="has no stage nope; it has: first, own, each"):
         stage_code(workflow, "nope")
 
 

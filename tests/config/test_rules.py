@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.config import batch_rules, layout_rules, rules
+from lib.config import batch_rules, blend_rules, layout_rules, rules
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.schema import OptimizerConfig
 from lib.errors import Problem
 from tests.config.sections import (
+    data,
     evaluate,
     model,
     only,
@@ -55,10 +56,16 @@ def test_rope_needs_even_head_dim() -> None:
 def test_positions_cover_the_sequence() -> None:
     rule = rules.positions_cover_the_sequence
     for positions in (None, 16, 64):
-        assert not list(rule(model(max_position_embeddings=positions), training()))
-    assert not list(rule(model(max_position_embeddings=8, position_embedding="rope"), training()))
-    found = only(rule(model(max_position_embeddings=8), training()))
+        assert not list(rule(model(max_position_embeddings=positions), training(), data()))
+    rope = model(max_position_embeddings=8, position_embedding="rope")
+    assert not list(rule(rope, training(), data()))
+    found = only(rule(model(max_position_embeddings=8), training(), data()))
     assert "write 16 or more, null, or a seq_length of at most 8" in found
+    longer = data(phases=[{"from_samples": 8, "seq_length": 32}])
+    assert not list(rule(model(max_position_embeddings=32), training(), longer))
+    assert "longest seq_length = 32" in only(
+        rule(model(max_position_embeddings=16), training(), longer)
+    )
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp64"])
@@ -206,7 +213,7 @@ def test_all_rules_run_where_their_sections_are_there() -> None:
     assert fields == {"training.seq_length", "training.global_batch_size"}
 
 
-@pytest.mark.parametrize("module", [rules, batch_rules, layout_rules])
+@pytest.mark.parametrize("module", [rules, batch_rules, blend_rules, layout_rules])
 def test_every_rule_of_the_module_is_run(module: ModuleType) -> None:
     written = {
         name

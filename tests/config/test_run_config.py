@@ -1,6 +1,7 @@
 """The run configuration: nulls resolved, derived numbers, its file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,63 @@ def test_a_rampup_takes_more_steps(make: Factory) -> None:
     assert run.derived.tokens_per_step == 8 * 16
     assert run.derived.train_tokens == 44 * 16
     assert run.derived.epochs == 44 / 40
+
+
+def blended(make: Factory, corpora: tuple[str, ...] = ("web", "code"), **data: Any) -> RunConfig:
+    """80 samples of two corpora with 62 and 31 training samples of 16 tokens."""
+    known = {"web": make.corpus("web", 1000, 50, 50), "code": make.corpus("code", 500, 50, 50)}
+    params = replace(make.params(data=data), corpora=corpora)
+    return resolve(params, make.facts(corpora=known))
+
+
+def test_a_blend_by_size_reads_all_equally_often(make: Factory) -> None:
+    run = blended(make)
+    assert run.data.phases[0].weights == {"code": 31.0, "web": 62.0}
+    assert run.data.validation == run.data.test == run.data.trained == ("code", "web")
+    assert run.data.passes(80) == {"code": 80 / 93, "web": 80 / 93}
+    assert run.derived.epochs == 80 / 93
+
+
+def test_what_is_not_in_the_blend_is_not_trained_on(make: Factory) -> None:
+    run = blended(make, blend={"web": 3}, validation=["code"])
+    assert run.data.phases[0].weights == {"web": 3.0}
+    assert (run.data.trained, run.data.validation) == (("web",), ("code",))
+    assert list(run.data.corpora) == ["code", "web"]
+    run = blended(make, corpora=("web",))
+    assert list(run.data.corpora) == ["web"]
+
+
+def test_phases_take_over_what_they_do_not_say(make: Factory) -> None:
+    phases = [
+        {"from_samples": 24, "seq_length": 32},
+        {"from_samples": 48, "blend": {"web": 1, "code": 1}, "micro_batch_size": 1},
+        {"from_samples": 64, "seq_length": 64, "blend": {"code": 2}},
+    ]
+    run = blended(make, blend={"web": 1}, phases=phases)
+    told = [(p.from_samples, p.seq_length, p.micro_batch_size) for p in run.data.phases]
+    assert told == [(0, 16, 2), (24, 32, 2), (48, 32, 1), (64, 64, 1)]
+    weights = [tuple(phase.weights.values()) for phase in run.data.phases]
+    assert weights == [(0.0, 1.0), (0.0, 1.0), (1.0, 1.0), (2.0, 0.0)]  # code, web
+    assert [phase.samples["web"] for phase in run.data.phases] == [62, 31, 31, 15]
+    assert run.derived.train_tokens == 24 * 16 + 24 * 32 + 16 * 32 + 16 * 64
+    assert run.data.tokens_before(50) == 24 * 16 + 26 * 32
+    assert run.data.passes(80) == pytest.approx({"code": 59.2 / 21, "web": 44 / 31})
+    assert run.longest_seq_length == run.model.max_position_embeddings == 64
+    assert [run.data.phase_index_at(n) for n in (0, 23, 24, 47, 64, 10**9)] == [0, 0, 1, 1, 3, 3]
+    assert run.phase_at(63) == run.data.phases[2]
+    assert run.before_phase(2).data.phases == run.data.phases[:2]
+
+
+def test_the_order_of_corpora_in_the_file_decides_nothing(make: Factory, tmp_path: Path) -> None:
+    one = blended(make, blend={"web": 1, "code": 2})
+    two = blended(make, corpora=("code", "web"), blend={"code": 2, "web": 1})
+    assert one == two
+    assert one.to_json() == two.to_json()
+    path = tmp_path / "run_config.json"
+    path.write_text(one.to_json())
+    for run in (one, two, RunConfig.load(path)):
+        assert list(run.data.corpora) == list(run.data.phases[0].weights) == ["code", "web"]
+        assert list(run.data.phases[0].samples) == ["code", "web"]
 
 
 def test_layouts_and_scales_are_kept_as_written(make: Factory, tmp_path: Path) -> None:
@@ -224,7 +282,7 @@ def test_the_file_is_deterministic_and_complete(make: Factory, tmp_path: Path) -
         "model", "precision", "parallel", "optimizer", "schedule", "training", "checkpoint",
         "data", "derived", "initial",
     }  # fmt: skip
-    assert content["data"]["splits"]["train"] == {
+    assert content["data"]["corpora"]["stdlib"]["splits"]["train"] == {
         "documents": [0, 90],
         "tokens": 641,
         "samples": 40,

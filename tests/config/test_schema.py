@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from lib.config import data_rules, operation, run_config, schema
+from lib.config import data_facts, data_rules, data_section, operation, run_config, schema
 from lib.config.operation import CONFIG_SECTIONS
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -38,6 +38,11 @@ def build(section: str, **keys: Any) -> BaseModel:
         ("optimizer", "weight_decay", 0.0, -0.1),
         ("optimizer", "clip_grad", 0.0, -1.0),
         ("schedule", "min_lr", 0.0, -1e-5),
+        ("data", "blend", {"web": 0.5, "code": 0}, {"web": -0.1}),
+        ("data", "blend", {"web": 1}, {"web": float("inf")}),
+        ("data", "validation", ("web",), "web"),
+        ("data", "imported", {"web_2": "pairs/web"}, {"Web-2": "pairs/web"}),
+        ("data", "positions", "document", "sample"),
         ("schedule", "warmup_iters", 0, -1),
         ("schedule", "decay_iters", 1, 0),
         ("schedule", "wsd_decay_samples", 1, 0),
@@ -128,13 +133,38 @@ def test_sections_are_frozen_and_closed(name: str) -> None:
         setattr(section, next(iter(type(section).model_fields)), 1)
 
 
-@pytest.mark.parametrize("module", [schema, operation, run_config, data_rules])
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({"from_samples": 8, "seq_length": 8}, None),
+        ({"from_samples": 8, "blend": {"web": 1}}, None),
+        ({"from_samples": 0, "seq_length": 8}, "greater than or equal to 1"),
+        ({"from_samples": 8}, "changes nothing; give blend, seq_length or micro_batch_size"),
+        ({"blend": {"web": 1}}, "Field required"),
+    ],
+)
+def test_a_phase_begins_somewhere_and_changes_something(
+    keys: dict[str, Any], rule: str | None
+) -> None:
+    if rule is None:
+        assert build("data", phases=[keys])
+        return
+    with pytest.raises(ValidationError, match=rule):
+        build("data", phases=[keys])
+
+
+DATACLASSES = ("Params", "PlannedPhase", "TokensOrigin")
+
+
+@pytest.mark.parametrize(
+    "module", [schema, operation, run_config, data_facts, data_rules, data_section]
+)
 def test_every_field_has_a_docstring(module: Any) -> None:
     tree = ast.parse(Path(module.__file__).read_text())
     undocumented = []
     for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or node.name in ("RunConfig", "Params"):
-            continue  # their fields are the sections, documented where they are defined
+        if not isinstance(node, ast.ClassDef) or node.name in ("RunConfig", *DATACLASSES):
+            continue  # documented in one place, or where their fields' types are defined
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
             has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if isinstance(field, ast.AnnAssign) and not has_text:

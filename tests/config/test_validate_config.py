@@ -5,57 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lib.config.params_file import parse_params, read_params
 from lib.config.run_config import RunConfig
-from lib.data.indexed_dataset import IndexedDatasetWriter
-from lib.data.tokens_manifest import TokensManifest
 from lib.errors import InvalidParams, UserError
 from stages.validate_config import check_schema, summarise, validate, warn_of_machine
-
-ROOT = Path(__file__).parents[2]
-DOCUMENT_TOKENS = 100
-
-
-def write_data(folder: Path, documents: int = 200, fingerprint: str = "ff") -> None:
-    """A tokenised corpus of equal documents, and its tokenizer's facts."""
-    tokens = folder / "data" / "tokens"
-    tokens.mkdir(parents=True)
-    with IndexedDatasetWriter(tokens / "corpus_text_document", np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(np.arange(DOCUMENT_TOKENS, dtype=np.uint16))
-    manifest = TokensManifest(
-        dtype="uint16",
-        documents=documents,
-        sequences=documents,
-        tokens=documents * DOCUMENT_TOKENS,
-        text_bytes=1,
-        empty_documents=0,
-        cut_documents=0,
-        dropped_documents=0,
-        append_eod=True,
-        vocab_size=4096,
-        eod_id=0,
-        tokenizer_fingerprint="ff",
-        corpus_sha256="aa",
-        bin_sha256="bb",
-        idx_sha256="cc",
-        options={},
-    )
-    manifest.write(tokens)
-    tokenizer = folder / "data" / "tokenizer"
-    tokenizer.mkdir()
-    info = {
-        "format": 1,
-        "kind": "train_bpe",
-        "vocab_size": 4096,
-        "end_of_document": {"token": "<|endoftext|>", "id": 0},
-        "special_tokens": {"<|endoftext|>": 0},
-        "fingerprint": fingerprint,
-    }
-    (tokenizer / "tokenizer_info.json").write_text(json.dumps(info))
+from tests.config.project_folder import ROOT, change, write_data
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,30 +22,18 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def change(folder: Path, old: str, new: str) -> None:
-    path = folder / "params.yaml"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-
-
 def test_the_stage_writes_the_run_configuration_and_says_what_it_is(folder: Path) -> None:
     write_data(folder)
     done = run(folder)
     assert done.returncode == 0, done.stderr
     path = folder / "outputs" / "run_config.json"
     config = RunConfig.load(path)
-    assert config.data.prefix == "data/tokens/corpus_text_document"
-    assert config.data.tokens == 20_000
-    train = config.data.splits["train"]
+    corpus = config.data.corpora["stdlib"]
+    assert corpus.manifest == "data/tokens/stdlib/manifest.json"
+    assert corpus.tokens == 20_000
+    train = corpus.splits["train"]
     assert (train.documents, train.tokens, train.samples) == ((0, 180), 18_000, 70)
-    assert config.data.splits["test"].documents == (190, 200)
+    assert corpus.splits["test"].documents == (190, 200)
     epochs = config.training.train_iters * 16 / 70
     assert config.derived.epochs == epochs
     shown = f"{epochs:.2f}: each sample"
@@ -216,7 +160,11 @@ def test_a_broken_section_does_not_hide_the_others(folder: Path) -> None:
 
 
 def test_mistakes_come_before_missing_data(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"data/tokens/manifest\.json: not there"):
+    with pytest.raises(UserError, match=r"tokenizer_info\.json: not there"):
+        validate(read_params(Path("params.yaml")))
+    write_data(folder)
+    Path("data/tokens/stdlib/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"data/tokens/stdlib/manifest\.json: not there"):
         validate(read_params(Path("params.yaml")))
     change(folder, "beta1: 0.9 ", "beta1: 1.9 ")
     with pytest.raises(InvalidParams, match=r"optimizer\.beta1"):

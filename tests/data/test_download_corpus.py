@@ -14,7 +14,6 @@ import pytest
 
 from lib.data.manifest import read_manifest
 from lib.data.shards import iter_raw_documents
-from lib.data.shards import iter_raw_documents
 from tests.data.half_server import Site, serving
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +23,11 @@ CONTENT = b"".join(b'{"text": "document %d"}\n' % number for number in range(100
 
 
 def run_stage(folder: Path, *arguments: str, **corpus: object) -> subprocess.CompletedProcess[str]:
-    (folder / "params.yaml").write_text(json.dumps({"corpus": corpus}))
+    (folder / "params.yaml").write_text(json.dumps({"corpora": {"web": corpus}}))
+    return run(folder, *arguments)
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],
         cwd=folder,
@@ -36,7 +39,7 @@ def run_stage(folder: Path, *arguments: str, **corpus: object) -> subprocess.Com
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "data/raw").iterdir()}
+    return {path.name: path.read_bytes() for path in (folder / "data/raw/web").iterdir()}
 
 
 def test_default_corpus_twice_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -46,8 +49,8 @@ def test_default_corpus_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert run_stage(tmp_path).returncode == 0
     assert contents(tmp_path) == before
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["raw"]
-    manifest = read_manifest(tmp_path / "data/raw")
-    assert sum(1 for _ in iter_raw_documents(tmp_path / "data/raw")) == manifest.documents
+    manifest = read_manifest(tmp_path / "data/raw/web")
+    assert sum(1 for _ in iter_raw_documents(tmp_path / "data/raw/web")) == manifest.documents
     assert manifest.documents > 500
     assert f"{manifest.documents:,} documents" in first.stdout
     assert "kept out: " in first.stdout
@@ -55,7 +58,15 @@ def test_default_corpus_twice_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_help_teaches(tmp_path: Path) -> None:
     text = run_stage(tmp_path, "--help").stdout
-    for word in ("python_stdlib", "files", "url", "huggingface", "data/raw", "--params"):
+    for word in (
+        "python_stdlib",
+        "files",
+        "url",
+        "huggingface",
+        "data/raw/NAME",
+        "--corpus",
+        "--params",
+    ):
         assert word in text
     assert "\x08" not in text
 
@@ -70,7 +81,7 @@ def test_bad_record_stops_in_one_line_and_the_old_corpus_stands(tmp_path: Path) 
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: b.jsonl:2: no valid JSON")
     assert contents(tmp_path) == before
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["raw"]
+    assert [path.name for path in (tmp_path / "data").rglob("*/")] == ["raw", "web"]
     skipped = run_stage(tmp_path, source="files", paths=["*.jsonl"])
     assert skipped.returncode == 0
     assert "kept out: 1 malformed_json" in skipped.stdout
@@ -80,8 +91,27 @@ def test_bad_record_stops_in_one_line_and_the_old_corpus_stands(tmp_path: Path) 
 def test_wrong_parameters_are_named_with_their_line(tmp_path: Path) -> None:
     done = run_stage(tmp_path, source="files")
     assert done.returncode == 1
-    assert "params.yaml:1: corpus.paths = (missing)" in done.stderr
+    assert "params.yaml:1: corpora.web.paths = (missing)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_several_corpora_have_a_folder_each(tmp_path: Path) -> None:
+    texts = {"a": ["one", "two", "one"], "b_2": ["three"]}
+    for name, lines in texts.items():
+        (tmp_path / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+    settings = {"source": "files", "txt_documents": "line"}
+    corpora = {name: settings | {"paths": [f"{name}.txt"]} for name in texts}
+    corpora["a"]["deduplicate"] = True
+    (tmp_path / "params.yaml").write_text(json.dumps({"corpora": corpora}))
+    for name, kept in (("a", {"one", "two"}), ("b_2", {"three"})):
+        done = run(tmp_path, "--corpus", name)
+        assert (done.returncode, done.stderr) == (0, "")
+        folder = tmp_path / "data/raw" / name
+        assert {document.text for document in iter_raw_documents(folder)} == kept
+        assert ("kept out: 1 duplicate" in done.stdout) == (name == "a")
+    done = run(tmp_path, "--corpus", "c")
+    said = "error: --corpus c: no such corpus in the section corpora; it has a, b_2\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
@@ -90,7 +120,7 @@ def test_killed_download_goes_on_in_the_next_run(tmp_path: Path, number: signal.
     with serving(Site(CONTENT, hold=hold)) as site:
         urls = [{"url": site.url, "sha256": hashlib.sha256(CONTENT).hexdigest()}]
         corpus = {"source": "url", "urls": urls}
-        (tmp_path / "params.yaml").write_text(json.dumps({"corpus": corpus}))
+        (tmp_path / "params.yaml").write_text(json.dumps({"corpora": {"web": corpus}}))
         process = subprocess.Popen(
             COMMAND, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
         )
@@ -103,13 +133,13 @@ def test_killed_download_goes_on_in_the_next_run(tmp_path: Path, number: signal.
         code = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}[number]
         assert process.returncode == code
         assert "Traceback" not in errors
-        assert not (tmp_path / "data/raw").exists()
+        assert not (tmp_path / "data/raw/web").exists()
         have = _received(tmp_path)
         assert 0 < have <= len(CONTENT) // 2
         done = run_stage(tmp_path, **corpus)
         assert done.returncode == 0, done.stderr
         assert site.ranges == [None, f"bytes={have}-"]
-    assert sum(1 for _ in iter_raw_documents(tmp_path / "data/raw")) == 100_000
+    assert sum(1 for _ in iter_raw_documents(tmp_path / "data/raw/web")) == 100_000
 
 
 def _received(folder: Path) -> int:
@@ -125,7 +155,7 @@ def test_download_that_keeps_breaking_never_makes_a_corpus(
         # Without pauses between its attempts, so that giving up takes no half a minute.
         quick = "import lib.data.fetch as f; f._PAUSE_S = 0; import stages.download_corpus as s; "
         (tmp_path / "params.yaml").write_text(
-            json.dumps({"corpus": {"source": "url", "urls": urls}})
+            json.dumps({"corpora": {"web": {"source": "url", "urls": urls}}})
         )
         done = subprocess.run(
             [sys.executable, "-c", quick + "s.main()"],
@@ -138,7 +168,7 @@ def test_download_that_keeps_breaking_never_makes_a_corpus(
     assert done.returncode == 1
     assert done.stderr.startswith("error: http://127.0.0.1:")
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "data/raw").exists()
+    assert not (tmp_path / "data/raw/web").exists()
 
 
 def test_stage_starts_without_heavy_libraries() -> None:

@@ -21,7 +21,7 @@ def run_stage(
     folder: Path, environment: dict[str, str], **settings: object
 ) -> subprocess.CompletedProcess[str]:
     corpus = {"source": "huggingface", "dataset": NAME, "revision": COMMIT} | settings
-    (folder / "params.yaml").write_text(json.dumps({"corpus": corpus}))
+    (folder / "params.yaml").write_text(json.dumps({"corpora": {"web": corpus}}))
     return subprocess.run(
         [sys.executable, "-m", "stages.download_corpus"],
         cwd=folder,
@@ -41,13 +41,13 @@ def test_rows_are_streamed_at_the_pinned_revision(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert [path for path in asked if "main" in path] == []
         wrong = run_stage(tmp_path, {"HF_ENDPOINT": endpoint}, text_key="body")
-    documents = sorted(iter_raw_documents(tmp_path / "data/raw"), key=lambda d: d.line or 0)
+    documents = sorted(iter_raw_documents(tmp_path / "data/raw/web"), key=lambda d: d.line or 0)
     expected = [number for number in range(11) if number != 3]
     assert [(d.text, d.line) for d in documents] == [
         (f"document {number}", number + 1) for number in expected
     ]
     assert {document.source for document in documents} == {f"{NAME}@{COMMIT}"}
-    assert read_manifest(tmp_path / "data/raw").rejected == {"not_text": 1}
+    assert read_manifest(tmp_path / "data/raw/web").rejected == {"not_text": 1}
     assert wrong.returncode == 1
     assert "none of its 100 rows has the column 'body'" in wrong.stderr
     assert "its columns are: text, id" in wrong.stderr
@@ -61,4 +61,4 @@ def test_without_network_there_is_one_clear_error(tmp_path: Path) -> None:
     assert f"the data set {NAME}" in errors[0]
     assert "check the network" in errors[0]
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "data/raw").exists()
+    assert not (tmp_path / "data/raw/web").exists()

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from tests.data.children import started_processes
 from lib.data.processes import ProcessPool
 from lib.errors import UserError
+from tests.data.children import started_processes
 
 
 def square(number):

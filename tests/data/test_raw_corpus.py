@@ -1,4 +1,4 @@
-"""data/raw as a whole: round trip, shards, manifest, and every way in which it may be damaged."""
+"""A raw corpus as a whole: round trip, shards, manifest, and every way it may be damaged."""
 
 import errno
 import hashlib
@@ -23,6 +23,8 @@ from lib.data.shuffle import EncodedDocument
 from lib.data.sources import SourceFile, read_documents
 from lib.errors import UserError
 
+SECTION = "corpora.web"
+
 
 def ignore(_count: int) -> None:
     pass
@@ -31,7 +33,7 @@ def ignore(_count: int) -> None:
 def build(folder: Path, documents: list[RawDocument], **settings: object) -> RawManifest:
     options = CorpusOptions.model_validate(settings)
     collect_documents(documents, options, folder, ignore)
-    return write_corpus(options, Rejections(options), folder, ignore)
+    return write_corpus(options, Rejections(SECTION, options), folder, ignore)
 
 
 def numbered(count: int, size: int = 100) -> list[RawDocument]:
@@ -73,9 +75,9 @@ def test_texts_in_files_of_any_layout_give_one_corpus(
             lines = [json.dumps({"text": text}, ensure_ascii=False) for text in part]
             path.write_bytes("\r\n".join(lines).encode())
             files.append(SourceFile(path, f"file {len(files)}"))
-        documents = read_documents(options, files, Rejections(options))
+        documents = read_documents(options, files, Rejections(SECTION, options))
         collect_documents(documents, options, folder, ignore)
-        write_corpus(options, Rejections(options), folder, ignore)
+        write_corpus(options, Rejections(SECTION, options), folder, ignore)
         orders.append([document.text for document in iter_raw_documents(folder)])
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == sorted(contents)
@@ -99,7 +101,7 @@ def test_manifest_tells_what_is_there(tmp_path: Path) -> None:
     manifest = build(tmp_path, numbered(400), shard_megabytes=1, seed=7)
     assert read_manifest(tmp_path) == manifest
     plain = json.loads((tmp_path / "manifest.json").read_text())
-    assert plain["format"] == 1
+    assert plain["format"] == 2
     assert plain["documents"] == sum(shard["documents"] for shard in plain["shards"]) == 400
     assert plain["options"]["seed"] == 7
     assert set(plain["versions"]) == {"python", "zstandard"}
@@ -108,12 +110,14 @@ def test_manifest_tells_what_is_there(tmp_path: Path) -> None:
     for shard in plain["shards"]:
         data = (tmp_path / shard["name"]).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (shard["bytes"], shard["sha256"])
-        lines = zstandard.ZstdDecompressor().decompressobj().decompress(data).splitlines()
+        with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as text:
+            lines = text.read().splitlines()
         records = [json.loads(line) for line in lines]
         assert [set(record) for record in records] == [{"text", "source", "line"}] * len(records)
         assert sum(len(record["text"].encode()) for record in records) == shard["text_bytes"]
         assert len(records) == shard["documents"]
         assert shard["text_bytes"] <= 1_000_000
+        assert sum(shard["frames"]) == shard["bytes"]
 
 
 def test_corpus_checksum_is_over_the_shards_checksums(tmp_path: Path) -> None:
@@ -134,8 +138,33 @@ def test_document_larger_than_a_shard_has_its_own(tmp_path: Path) -> None:
     ]
 
 
+@settings(deadline=None, max_examples=25)  # it writes files and syncs them
+@given(
+    st.lists(st.sampled_from(["a", "a ", "A", "b", "\u00e9", "e\u0301"]), min_size=1, max_size=30)
+)
+def test_of_equal_texts_the_first_of_the_source_stays(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[str]
+) -> None:
+    documents = [RawDocument(text, "s", line) for line, text in enumerate(contents, 1)]
+    folders = [tmp_path_factory.mktemp("raw") for _ in range(2)]
+    whole, kept = (
+        build(folder, documents, deduplicate=choice)
+        for folder, choice in zip(folders, (False, True), strict=True)
+    )
+    first: dict[str, RawDocument] = {}
+    for document in documents:
+        first.setdefault(document.text, document)
+    everything, unique = (list(iter_raw_documents(folder)) for folder in folders)
+    assert sorted(everything, key=repr) == sorted(documents, key=repr)
+    assert unique == [each for each in everything if each in first.values()]
+    assert sorted(unique, key=repr) == sorted(first.values(), key=repr)
+    more = len(contents) - len(first)
+    assert kept.rejected == ({"duplicate": more} if more else {})
+    assert (whole.rejected, kept.documents) == ({}, len(first))
+
+
 def test_no_documents_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no document was found"):
+    with pytest.raises(UserError, match=r"^corpora\.web\.source = .*no document was found"):
         build(tmp_path, [])
 
 
@@ -190,7 +219,7 @@ def test_damaged_shard_is_named(tmp_path: Path, damage: Callable[[Path], None]) 
     [
         (None, "is missing"),
         ("", "Invalid JSON"),
-        ('{"format": 2}', "format"),
+        ('{"format": 1}', "format"),
         ("[]", "manifest"),
     ],
 )
@@ -201,7 +230,7 @@ def test_manifest_that_is_none_is_an_error(
         (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match=message) as caught:
         read_manifest(tmp_path)
-    assert "python -m stages.download_corpus" in str(caught.value)
+    assert f"python -m stages.download_corpus --corpus {tmp_path.name}" in str(caught.value)
 
 
 def test_manifest_with_an_unknown_key_is_refused(tmp_path: Path) -> None:

@@ -94,3 +94,23 @@ def test_progress_adds_up_and_buckets_are_removed(tmp_path: Path) -> None:
 def test_one_document(tmp_path: Path, text: str) -> None:
     document = RawDocument(text, "a", None)
     assert shuffled([document], 0, tmp_path) == [document]
+
+
+@settings(deadline=None)  # it writes files
+@given(st.lists(st.sampled_from(["", "a", "b", "bb", "\n", "\u4e16"]), max_size=30))
+def test_of_equal_texts_the_first_of_the_source_stays(
+    tmp_path_factory: pytest.TempPathFactory, contents: list[str]
+) -> None:
+    documents = from_texts(contents)
+    folder = tmp_path_factory.mktemp("buckets")
+    scatter(documents, 1, folder, lambda _count: None)
+    left_out: list[None] = []
+    advanced: list[int] = []
+    found = [
+        from_json_line(encoded.line)
+        for encoded in gather(folder, advanced.append, lambda: left_out.append(None))
+    ]
+    first = {document.text: document for document in reversed(documents)}
+    assert sorted(found, key=repr) == sorted(first.values(), key=repr)
+    assert len(left_out) == len(documents) - len(found)
+    assert sum(advanced) == len(documents)

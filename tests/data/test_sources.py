@@ -21,6 +21,7 @@ from lib.data.rejections import Rejections
 from lib.data.sources import SourceFile, locate_files, read_documents, read_stdlib
 from lib.errors import UserError
 
+SECTION = "corpora.web"
 BAD_LINES = (
     '{"text":"a"}',
     '{"text":"b"',
@@ -35,8 +36,8 @@ BAD_LINES = (
 def read(*paths: Path, **settings: object) -> tuple[list[RawDocument], Rejections]:
     fixed = {"source": "files", "paths": [str(path) for path in paths]}
     options = CorpusOptions.model_validate(fixed | settings)
-    rejections = Rejections(options)
-    files = locate_files(options, Path("unused"), lambda _count: None)
+    rejections = Rejections(SECTION, options)
+    files = locate_files(SECTION, options, Path("unused"), lambda _count: None)
     return list(read_documents(options, files, rejections)), rejections
 
 
@@ -145,7 +146,7 @@ def test_stop_names_file_and_line(tmp_path: Path, bad: bytes, reason: str) -> No
         read(path, on_bad_record="stop")
     assert str(caught.value).startswith(f"{path}:2: ")
     assert reason in str(caught.value)
-    assert "corpus.on_bad_record" in str(caught.value)
+    assert "corpora.web.on_bad_record" in str(caught.value)
     assert texts(path) == ["good", "good"]
 
 
@@ -178,7 +179,9 @@ def test_file_without_the_key_is_an_error_even_beside_a_good_one(tmp_path: Path,
         pyarrow.parquet.write_table(pyarrow.table({"body": ["y"], "id": [1]}), path)
     else:
         write(path, '{"body": "y", "id": 1}\n{"body": "z"}\n')
-    with pytest.raises(UserError, match=r"b\.\w+: .*content.*body.*id.*correct corpus\.text_key"):
+    with pytest.raises(
+        UserError, match=r"b\.\w+: .*content.*corpora\.web\.text_key.*body.*id.*correct"
+    ):
         read(tmp_path / "*", text_key="content")
 
 
@@ -192,7 +195,7 @@ def test_file_of_unusable_values_has_the_key(tmp_path: Path, value: str) -> None
 def test_glob_that_matches_nothing_is_an_error_although_another_matches(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "x")
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"\*\.jsonl matches no file"):
+    with pytest.raises(UserError, match=r"^corpora\.web\.paths: .*\*\.jsonl matches no file"):
         read(tmp_path / "a.txt", tmp_path / "*.jsonl")
 
 
@@ -257,14 +260,14 @@ def test_any_text_passes_through_json_lines(
     path = tmp_path_factory.mktemp("any") / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in contents))
     options = CorpusOptions(on_bad_record="stop", source="files", paths=("unused",))
-    documents = read_documents(options, [SourceFile(path, "label")], Rejections(options))
+    documents = read_documents(options, [SourceFile(path, "label")], Rejections(SECTION, options))
     assert list(documents) == [
         RawDocument(text, "label", line) for line, text in enumerate(contents, 1)
     ]
 
 
 def test_stdlib_is_real_python_without_its_tests() -> None:
-    rejections = Rejections(CorpusOptions())
+    rejections = Rejections(SECTION, CorpusOptions())
     folder = Path(sysconfig.get_path("stdlib"))
     documents = {document.source: document for document in read_stdlib(folder, rejections)}
     assert len(documents) > 500
@@ -280,11 +283,11 @@ def test_stdlib_files_that_do_not_decode_are_counted_whatever_the_policy(tmp_pat
     for skipped in ("test", "site-packages", "__pycache__", "idlelib/idle_test"):
         (tmp_path / skipped).mkdir(parents=True)
         write(tmp_path / skipped / "b.py", "y = 2\n")
-    rejections = Rejections(CorpusOptions(on_bad_record="stop"))
+    rejections = Rejections(SECTION, CorpusOptions(on_bad_record="stop"))
     assert list(read_stdlib(tmp_path, rejections)) == [RawDocument("x = 1\n", "a.py", None)]
     assert rejections.counts == {"bad_encoding": 1}
 
 
 def test_stdlib_without_source_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no module's source"):
-        list(read_stdlib(tmp_path, Rejections(CorpusOptions())))
+    with pytest.raises(UserError, match=r"corpora\.web\.source = .*no module's source"):
+        list(read_stdlib(tmp_path, Rejections(SECTION, CorpusOptions())))

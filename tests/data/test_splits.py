@@ -3,14 +3,13 @@
 import math
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from lib.data.splits import SPLITS, describe_splits, parse_split, split_documents
+from lib.data.splits import SPLITS, describe_splits, parse_split, split_documents, whole_split
 from lib.errors import UserError
+from tests.data.tiny_corpus import open_corpus
 
 # (split, documents, train, valid, test) from megatron-core 0.16.1: parse_and_normalize_split and
 # convert_split_vector_to_split_matrix, then int(round(share * float(n))) as its builder does.
@@ -121,18 +120,13 @@ def test_a_wrong_split_is_refused_with_its_text(text):
     assert repr(text) in str(caught.value)
 
 
-def write_corpus(folder, lengths):
-    with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
-        position = 0
-        for length in lengths:
-            writer.add_document(np.arange(position, position + length) % 60_000)
-            position += length
-    return IndexedDataset(folder / "corpus")
+def corpus_of(folder, lengths):
+    return open_corpus(folder, [range(length) for length in lengths], parts=2)
 
 
 def test_facts_count_tokens_and_samples_of_the_ranges(tmp_path):
     lengths = [5, 0, 7, 11, 1, 0, 13, 2, 3, 8]
-    facts = describe_splits(write_corpus(tmp_path, lengths), "6,2,2", 4)
+    facts = describe_splits(corpus_of(tmp_path, lengths), "6,2,2", 4)
     for name, (first, last) in {"train": (0, 6), "valid": (6, 8), "test": (8, 10)}.items():
         assert facts[name].documents == (first, last)
         assert facts[name].first_token == sum(lengths[:first])
@@ -142,8 +136,17 @@ def test_facts_count_tokens_and_samples_of_the_ranges(tmp_path):
 
 
 def test_an_empty_split_has_no_samples(tmp_path):
-    facts = describe_splits(write_corpus(tmp_path, [5, 6, 7]), "1,0,0", 4)
+    facts = describe_splits(corpus_of(tmp_path, [5, 6, 7]), "1,0,0", 4)
     assert facts["train"].tokens == 18
     for name in ("valid", "test"):
         assert (facts[name].tokens, facts[name].samples) == (0, 0)
         assert facts[name].documents == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "samples"), [([], 0), ([0, 4], 0), ([0, 5, 0], 1), ([9, 4], 3)]
+)
+def test_a_whole_corpus_as_one_split(tmp_path, lengths, samples):
+    facts = whole_split(corpus_of(tmp_path, lengths), 4)
+    assert facts.documents == (0, len(lengths))
+    assert (facts.first_token, facts.tokens, facts.samples) == (0, sum(lengths), samples)

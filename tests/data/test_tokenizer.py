@@ -1,10 +1,8 @@
 import itertools
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -145,45 +143,12 @@ def test_control_tokens_stand_for_no_text(tokenizer):
     assert tokenizer.decode(ids) == "one two"
 
 
-@settings(deadline=None, max_examples=500)
-@given(text=st.text(alphabet="ab \n\t\r.,'sl1\u00e9\u4e16\u00a0\u2028\x1c\x85") | st.text())
-@example(text="it's we'll 's'll 'sss don't\n\n  x  \n y")
-def test_long_texts_in_pieces_give_the_same_ids(tokenizer, text):
-    """B08: cutting for memory and speed must not change an id."""
-    whole = tokenizer.backend.encode(text, add_special_tokens=False).ids
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lib.data.tokenizer._PIECE", 3)
-        assert tokenizer.encode(text) == whole
-
-
 def test_texts_together_are_as_texts_alone(tokenizer, monkeypatch):
-    monkeypatch.setattr("lib.data.tokenizer._PIECE", 20)
+    monkeypatch.setattr("lib.data.tokenizer.PIECE", 20)
+    monkeypatch.setattr("lib.data.long_texts.PIECE", 20)
     texts = ["", "short", TRAINING_TEXT, "", "x" * 50, "end"]
     together = [ids.tolist() for ids in tokenizer.encode_many(texts)]
     assert together == [tokenizer.encode(text) for text in texts]
-
-
-def _long_text(kind, size):
-    choose = random.Random(1)
-    if kind == "words":
-        words = ["".join(choose.choices("etaoins", k=choose.randint(2, 9))) for _ in range(999)]
-        return " ".join(choose.choices(words, k=size // 4))[:size]
-    if kind == "no spaces":
-        return "".join(choose.choices("etaoinshrdlu", k=size))
-    return "=" * size
-
-
-@pytest.mark.parametrize("kind", ["words", "no spaces", "one character"])
-def test_time_grows_with_the_size_not_its_square(tokenizer, kind):
-    """B08: twenty times the text takes about twenty times as long; squared it would be 400."""
-    seconds = []
-    for size in (50_000, 1_000_000):
-        text = _long_text(kind, size)
-        started = time.process_time()
-        ids = tokenizer.encode(text)
-        seconds.append(time.process_time() - started)
-        assert token_byte_lengths(tokenizer)[ids].sum() == size
-    assert seconds[1] < 80 * max(seconds[0], 0.005)
 
 
 def test_saved_and_loaded(tmp_path):

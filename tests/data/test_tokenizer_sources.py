@@ -14,9 +14,6 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from lib.data.options import TokenizerOptions
 from lib.data.sentencepiece_model import (
-    Piece,
-    PieceType,
-    SentencePieceModel,
     read_sentencepiece_model,
     to_tokenizer,
 )

@@ -20,20 +20,23 @@ from lib.checkpoint.published import publish_model
 from lib.config.operation import EvaluateConfig
 from lib.config.run_config import RunConfig
 from lib.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from lib.data.pair_description import PairTokenizer, describe_pair
 from lib.data.sentencepiece_model import to_tokenizer
 from lib.data.splits import describe_splits
-from lib.data.tokenizer import TextTokenizer, describe_tokenizer
-from lib.data.tokens_manifest import TokensManifest
+from lib.data.tokenized_corpus import TokenizedCorpus
+from lib.data.tokenizer import TextTokenizer, describe_tokenizer, token_byte_lengths
+from lib.data.tokens_manifest import MANIFEST_FILE, TOKENS_PREFIX, TokensManifest
 from lib.errors import UserError
 from lib.evaluate.evaluation import (
     Text,
+    added_up,
     decode_after,
     generate_texts,
-    held_out_loss,
+    held_out_losses,
     load_model,
     loss_by_position_csv,
     metrics,
-    open_split,
+    open_sets,
     samples_markdown,
     syntax_share,
 )
@@ -47,7 +50,6 @@ from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, sentencepie
 from tests.train.tiny_run import VOCABULARY, tiny_config
 
 PROJECT = Path(__file__).parents[2]
-PREFIX = Path("data/tokens/corpus_text_document")
 VOCABULARY_TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -64,53 +66,31 @@ class Published:
     trained: GPTModel
 
 
-def write_corpus(folder: Path) -> TokensManifest:
-    """40 documents of text in ``folder/data``, and their manifest."""
-    tokenizer = save_tiny(folder / "data" / "tokenizer", VOCABULARY)
-    assert tokenizer.vocab_size == VOCABULARY
-    prefix = folder / PREFIX
-    prefix.parent.mkdir(parents=True)
-    texts = [TRAINING_TEXT[number : 3 * number + 40] for number in range(40)]
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+def write_texts(folder: Path, tokenizer: TextTokenizer, texts: list[str]) -> Path:
+    """A corpus of texts; gives the path of its manifest."""
+    folder.mkdir(parents=True)
+    with IndexedDatasetWriter(folder / TOKENS_PREFIX, np.uint16) as writer:
         for text in texts:
-            ids = [*tokenizer.encode(text), tokenizer.eod_id]
-            writer.add_document(np.array(ids, dtype=np.uint16))
-    dataset = IndexedDataset(prefix)
-    manifest = TokensManifest(
-        dtype="uint16",
-        documents=len(texts),
-        sequences=len(texts),
-        tokens=dataset.num_tokens,
-        text_bytes=sum(len(text.encode()) for text in texts),
-        empty_documents=0,
-        cut_documents=0,
-        dropped_documents=0,
-        append_eod=True,
-        vocab_size=VOCABULARY,
-        eod_id=tokenizer.eod_id,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        corpus_sha256="cc" * 32,
-        bin_sha256="ab" * 32,
-        idx_sha256="cd" * 32,
-        options={},
-    )
-    manifest.write(prefix.parent)
-    return manifest
+            writer.add_document(np.array([*tokenizer.encode(text), tokenizer.eod_id]))
+    made_by = PairTokenizer(tokenizer.fingerprint, tokenizer.eod_id, token_byte_lengths(tokenizer))
+    pair = IndexedDataset(folder / TOKENS_PREFIX)
+    describe_pair(pair, made_by, append_eod=True).write(folder / MANIFEST_FILE)
+    return folder / MANIFEST_FILE
 
 
 def publish(folder: Path, **changes: object) -> Published:
-    """Writes ``folder/data`` and ``folder/model``: a model with random weights."""
-    manifest = write_corpus(folder)
-    config = tiny_config(folder / PREFIX, **changes)
-    facts = config.data.model_copy(
-        update={
-            "prefix": str(PREFIX),
-            "tokens_sha256": manifest.bin_sha256,
-            "tokenizer_fingerprint": manifest.tokenizer_fingerprint,
-            "eod_id": manifest.eod_id,
-        }
-    )
-    config = config.model_copy(update={"data": facts})
+    """Writes ``folder/data`` and ``folder/model``: a model with random weights.
+
+    Of the two corpora one is trained on; the other, which is half as long, can be measured.
+    """
+    tokenizer = save_tiny(folder / "data" / "tokenizer", VOCABULARY)
+    assert tokenizer.vocab_size == VOCABULARY
+    texts = [TRAINING_TEXT[number : 3 * number + 40] for number in range(40)]
+    manifests = {
+        name: write_texts(folder / "data" / "tokens" / name, tokenizer, texts[:count])
+        for name, count in (("tiny", 40), ("apart", 20))
+    }
+    config = tiny_config(manifests, **{"data__blend": {"tiny": 1}, **changes})
     trained = GPTModel(
         config.model,
         vocab_size=VOCABULARY,
@@ -160,50 +140,67 @@ def test_the_model_that_is_read_is_the_one_that_was_trained(tmp_path, changes):
         assert torch.equal(read.model(tokens, tokens), made.trained(tokens, tokens))
 
 
-def test_open_split_gives_the_split_that_was_asked_for(published, evaluated):
-    dataset = IndexedDataset(published.folder / PREFIX)
+def test_each_set_is_the_split_that_was_asked_for(published, evaluated):
+    corpus = TokenizedCorpus.open(published.folder / "data/tokens/tiny/manifest.json")
     starts = {}
     for split in ("valid", "test"):
-        options = EvaluateConfig(split=split)
-        windows, wanted = open_split(evaluated, published.folder / PREFIX, options)
-        facts = describe_splits(dataset, "80,10,10", 16)[split]
-        assert wanted == windows.num_samples == facts.samples > 2
-        starts[split] = dataset.document_start(facts.documents[0])
-        first = dataset.tokens[starts[split] : starts[split] + 17]
-        assert windows.window(0).tolist() == first.tolist()
+        (found,) = open_sets(evaluated, EvaluateConfig(split=split))
+        facts = describe_splits(corpus, "80,10,10", 16)[split]
+        assert (found.name, found.num_samples) == ("tiny", facts.samples)
+        assert found.num_samples == found.windows.num_samples > 2
+        starts[split] = corpus.document_start(facts.documents[0])
+        first = corpus.read(starts[split], starts[split] + 17)
+        assert found.windows.window(0).tolist() == first.tolist()
     assert starts["valid"] < starts["test"]
 
 
 @pytest.mark.parametrize(
     ("max_tokens", "samples"), [(1, 1), (16, 1), (31, 1), (32, 2), (10**9, None)]
 )
-def test_max_tokens_counts_whole_samples(published, evaluated, max_tokens, samples):
-    options = EvaluateConfig(max_tokens=max_tokens)
-    windows, wanted = open_split(evaluated, published.folder / PREFIX, options)
-    assert wanted == (samples or windows.num_samples)
+def test_max_tokens_counts_whole_samples(evaluated, max_tokens, samples):
+    (found,) = open_sets(evaluated, EvaluateConfig(max_tokens=max_tokens))
+    assert found.num_samples == (samples or found.windows.num_samples)
+
+
+def test_a_corpus_apart_is_measured_as_a_whole_and_all_sets_per_token(tmp_path):
+    """B69: of two sets of unlike lengths the mean is not the mean of means."""
+    publish(tmp_path, data__validation=["apart", "tiny"])
+    read = load_model(tmp_path / "model")
+    apart, tiny = open_sets(read, EvaluateConfig())
+    whole = TokenizedCorpus.open(tmp_path / "data/tokens/apart/manifest.json").num_tokens
+    assert apart.windows.num_samples == (whole - 1) // 16 > 2 * tiny.windows.num_samples
+    losses = held_out_losses(read, [apart, tiny], ignore)
+    together = added_up(losses)
+    counts = [16 * each.num_samples for each in (apart, tiny)]
+    each = [losses[name].loss for name in ("apart", "tiny")]
+    assert each[0] != pytest.approx(each[1], rel=1e-3)
+    assert [losses[name].tokens for name in ("apart", "tiny")] == counts
+    assert together.loss == pytest.approx(np.average(each, weights=counts), rel=1e-12)
+    figures = metrics(read, losses, [], EvaluateConfig())
+    assert figures["loss"] == together.loss
+    assert (figures["loss/apart"], figures["loss/tiny"]) == tuple(each)
+    assert figures["bits_per_byte/tiny"] == losses["tiny"].bits_per_byte
 
 
 def test_a_split_without_a_sample_is_refused(tmp_path):
     publish(tmp_path, training__split="90,10,0")
     read = load_model(tmp_path / "model")
-    open_split(read, tmp_path / PREFIX, EvaluateConfig(split="valid"))
-    with pytest.raises(UserError, match=r"evaluate\.split = test: it has 0 tokens.*sample of 17"):
-        open_split(read, tmp_path / PREFIX, EvaluateConfig(split="test"))
+    open_sets(read, EvaluateConfig(split="valid"))
+    with pytest.raises(UserError, match=r"evaluate\.split = test: tiny has 0 tokens.*sample of 17"):
+        open_sets(read, EvaluateConfig(split="test"))
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("bin_sha256", "ef" * 32),
-        ("tokenizer_fingerprint", "12" * 32),
-        ("vocab_size", 301),
-    ],
+    ("field", "value"), [("tokenizer_fingerprint", "12" * 32), ("vocab_size", 301)]
 )
-def test_tokens_of_another_model_are_refused(tmp_path, published, evaluated, field, value):
-    manifest = TokensManifest.load((published.folder / PREFIX).parent)
-    manifest.model_copy(update={field: value}).write(tmp_path)
+def test_tokens_of_another_model_are_refused(tmp_path, field, value):
+    publish(tmp_path)
+    read = load_model(tmp_path / "model")
+    path = tmp_path / "data/tokens/tiny/manifest.json"
+    manifest = TokensManifest.load(path)
+    manifest.model_copy(update={field: value}).write(path)
     with pytest.raises(UserError) as caught:
-        open_split(evaluated, tmp_path / PREFIX.name, EvaluateConfig())
+        open_sets(read, EvaluateConfig())
     message = str(caught.value)
     assert str(value) in message
     assert str(getattr(manifest, field)) in message
@@ -289,11 +286,10 @@ def test_bytes_that_form_no_character_do_not_spoil_the_prompt(name):
 
 
 LOSS = HeldOutLoss(
-    tokens=64,
+    loss_sums=np.array([96.0, 32.0]),
+    counts=np.array([32, 32]),
+    label_counts=np.array([32, 0, 32]),
     text_bytes=200,
-    loss=2.0,
-    unigram_entropy=3.0,
-    loss_by_position=np.array([3.0, 1.0]),
 )
 TEXTS = [
     Text("x = ", "1", ended=True),
@@ -304,21 +300,22 @@ TEXTS = [
 
 
 def test_metrics_are_flat_figures(evaluated):
-    figures = metrics(evaluated, LOSS, TEXTS, EvaluateConfig(split="valid", syntax="python"))
+    options = EvaluateConfig(split="valid", syntax="python")
+    figures = metrics(evaluated, {"tiny": LOSS}, TEXTS, options)
     assert figures == {
         "split": "valid",
         "loss": 2.0,
         "perplexity": math.exp(2.0),
         "bits_per_byte": 2.0 * 64 / math.log(2) / 200,
-        "unigram_entropy": 3.0,
+        "unigram_entropy": pytest.approx(math.log(2)),
         "tokens": 64,
         "text_bytes": 200,
         "parameters": evaluated.config.derived.num_parameters,
         "samples": 4,
         "syntax_share": 0.5,
     }
-    assert "syntax_share" not in metrics(evaluated, LOSS, TEXTS, EvaluateConfig())
-    assert "syntax_share" not in metrics(evaluated, LOSS, [], EvaluateConfig(syntax="python"))
+    assert "syntax_share" not in metrics(evaluated, {"tiny": LOSS}, TEXTS, EvaluateConfig())
+    assert "syntax_share" not in metrics(evaluated, {"tiny": LOSS}, [], options)
     assert syntax_share(TEXTS[:2]) == 1
 
 
@@ -351,9 +348,9 @@ def test_the_stage_writes_its_results_and_refuses_other_tokens(tmp_path):
     results = tmp_path / "results"
     figures = json.loads((results / "evaluate.json").read_text())
     read = load_model(tmp_path / "model")
-    windows, wanted = open_split(read, tmp_path / PREFIX, EvaluateConfig())
-    expected = held_out_loss(read, windows, wanted, ignore)
-    assert figures["tokens"] == wanted * 16
+    sets = open_sets(read, EvaluateConfig())
+    expected = added_up(held_out_losses(read, sets, ignore))
+    assert figures["tokens"] == sets[0].num_samples * 16
     assert figures["loss"] == pytest.approx(expected.loss, rel=1e-6)
     assert figures["loss"] == pytest.approx(math.log(VOCABULARY), rel=0.1)
     assert 0 <= figures["syntax_share"] <= 1
@@ -366,11 +363,12 @@ def test_the_stage_writes_its_results_and_refuses_other_tokens(tmp_path):
     before = {path.name: path.read_bytes() for path in results.iterdir()}
     assert sorted(before) == ["evaluate.json", "loss_by_position.csv", "samples.md"]
 
-    tokens = (tmp_path / PREFIX).parent
-    manifest = TokensManifest.load(tokens)
-    manifest.model_copy(update={"bin_sha256": "99" * 32}).write(tokens)
+    path = tmp_path / "data/tokens/tiny/manifest.json"
+    manifest = TokensManifest.load(path)
+    part = manifest.parts[0].model_copy(update={"bin_sha256": "99" * 32})
+    manifest.model_copy(update={"parts": (part,)}).write(path)
     refused = run_stage(tmp_path)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: data/tokens: not the tokens")
+    assert refused.stderr.startswith(f"error: {path}: not the tokens of this model")
     assert refused.stderr.count("\n") == 1
     assert {path.name: path.read_bytes() for path in results.iterdir()} == before

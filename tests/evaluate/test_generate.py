@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lib.evaluate.generate import Sampling, continue_prompt, next_tokens, parses_as_python
-from tests.evaluate.test_perplexity import model, prefix  # noqa: F401
+from lib.model.loss import SampleRules
+from tests.evaluate.test_perplexity import manifest, model  # noqa: F401
 
 SAMPLING = Sampling(max_new_tokens=8, temperature=1.0, top_k=None, seed=3, max_context=16, eod_id=0)
 
@@ -45,6 +46,16 @@ def test_the_context_is_cut_to_the_latest_tokens(model):  # noqa: F811
     )
 
 
+def test_a_text_begins_anew_after_the_end_of_a_document(model):  # noqa: F811
+    """With the rules of a model that never looked beyond its document."""
+    rules = SampleRules(reset_positions=True, within_documents=True)
+    alone = replace(SAMPLING, temperature=0.0, rules=rules)
+    after = [continue_prompt(model, [7, *prompt], [0], alone, ignore) for prompt in ([0, 5], [5])]
+    plain = replace(SAMPLING, temperature=0.0)
+    without = continue_prompt(model, [5], [0], plain, ignore)
+    assert after[0] == without != after[1]
+
+
 class Countdown(torch.nn.Module):
     """Says token n - 1 after token n, and so comes to 0."""
 
@@ -54,7 +65,7 @@ class Countdown(torch.nn.Module):
         super().__init__()
         self.unused = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self, tokens_SB):
+    def forward(self, tokens_SB, layout=None):
         return torch.nn.functional.one_hot((tokens_SB - 1) % 10, 16).float() * 1e4
 
 
@@ -70,7 +81,7 @@ def test_a_text_ends_at_the_end_of_document_and_others_go_on():
 
 def test_padding_is_never_drawn():
     class Padded(Countdown):
-        def forward(self, tokens_SB):
+        def forward(self, tokens_SB, layout=None):
             logits = super().forward(tokens_SB)
             logits[..., 10:] = 1e9
             return logits

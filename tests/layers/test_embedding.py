@@ -43,23 +43,33 @@ def test_embedding_is_a_look_up_in_the_whole_table(tensor, sequence):
     assert_close(torch.cat([gradient for _, gradient in ranks]), table.grad)
 
 
+OWN_POSITIONS = torch.tensor([[0, 0, 0], [1, 1, 0], [0, 2, 1]]).repeat(4, 1)
+
+
 def positions_on_rank(sequence):
     groups = tensor_groups(sequence=sequence)
-    layer = PositionEmbedding(15, H, groups)
-    fill(layer, {"weight": drawn(1, 15, H)})
-    output = layer(12)
-    (output * cut_sequence(drawn(2, 12, 3, H), groups)).sum().backward()
-    return output.detach(), layer.weight.grad
+    results = []
+    for positions_SB in (None, OWN_POSITIONS):
+        layer = PositionEmbedding(15, H, groups)
+        fill(layer, {"weight": drawn(1, 15, H)})
+        output = layer(12, positions_SB)
+        (output * cut_sequence(drawn(2, 12, 3, H), groups)).sum().backward()
+        results.append((output.detach(), layer.weight.grad))
+    return results
 
 
 @pytest.mark.parametrize(("tensor", "sequence"), LAYOUTS)
-def test_positions_are_the_first_rows(tensor, sequence):
+def test_positions_are_the_first_rows_or_those_asked_for(tensor, sequence):
     ranks = run_on_ranks(tensor, positions_on_rank, sequence)
-    joined = join_activations([output for output, _ in ranks], sequence=sequence)
-    assert torch.equal(joined, drawn(1, 15, H)[:12].unsqueeze(1))
-    gradient = join_parameters([gradient for _, gradient in ranks], None)
-    assert_close(gradient[:12], drawn(2, 12, 3, H).sum(1))
-    assert gradient[12:].eq(0).all()
+    for case, positions_SB in enumerate((torch.arange(12)[:, None], OWN_POSITIONS)):
+        joined = join_activations([rank[case][0] for rank in ranks], sequence=sequence)
+        table = drawn(1, 15, H).requires_grad_()
+        expected = table[positions_SB]
+        assert torch.equal(joined, expected.detach())
+        (expected * drawn(2, 12, 3, H)).sum().backward()
+        gradient = join_parameters([rank[case][1] for rank in ranks], None)
+        assert_close(gradient, table.grad)
+        assert gradient[12:].eq(0).all()
 
 
 def project_on_rank(tied, sequence):

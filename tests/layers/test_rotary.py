@@ -87,6 +87,19 @@ def test_the_object_turns_queries_and_keys_alike():
             torch.testing.assert_close(found[:, :, head], expected, **FLOAT64)
 
 
+def test_sequences_may_have_positions_of_their_own():
+    rotary = Rotary(8, 500.0)
+    positions_SB = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 2], [2, 3]])
+    q, k = torch.randn(5, 2, 4, 8, dtype=torch.float64), torch.randn(5, 2, 1, 8).double()
+    turned_q, turned_k = rotary(q, k, positions_SB)
+    for x, found in ((q, turned_q), (k, turned_k)):
+        for row in range(2):
+            expected = plain_rotary(x[:, row].transpose(0, 1), 500.0, positions_SB[:, row])
+            torch.testing.assert_close(found[:, row], expected.transpose(0, 1), **FLOAT64)
+    plain = rotary(q, k, torch.arange(5)[:, None].expand(5, 2))
+    assert all(map(torch.equal, plain, rotary(q, k)))
+
+
 def test_the_table_is_kept_and_serves_shorter_sequences(monkeypatch):
     made = []
 

@@ -33,6 +33,8 @@ class Case:
         recompute: ``none``, ``selective``, ``uniform`` or ``block``.
         micro_batches: of a step and copy: ``few`` (one fewer than stages), or ``many`` (one
             more).
+        documents: ``joined`` in a window, or ``apart``: positions, attention and loss stop at
+            their ends.
     """
 
     grid: tuple[int, int, int]
@@ -46,13 +48,14 @@ class Case:
     tied: bool
     recompute: str
     micro_batches: str
+    documents: str
 
     def __str__(self) -> str:
         tensor, pipeline, data = self.grid
         words = [f"tp{tensor}{'s' if self.sequence else ''} pp{pipeline}x{self.chunks} dp{data}"]
         words.append(f"{self.sharding}{'/2' if self.replicas else ''}")
         words += [self.style, f"kv-{self.kv_heads}", "tied" if self.tied else "untied"]
-        words += [self.recompute, self.micro_batches, self.split]
+        words += [self.recompute, self.micro_batches, self.split, self.documents]
         return " ".join(words)
 
 
@@ -70,6 +73,7 @@ def _values(grid: tuple[int, int, int]) -> dict[str, tuple[object, ...]]:
         "tied": (True, False),
         "recompute": ("none", "selective", "uniform", "block"),
         "micro_batches": ("many", "few"),
+        "documents": ("apart", "joined"),
     }
 
 

@@ -1,8 +1,9 @@
 """Loss, gradients, gradient norm and updated weights are the same in every layout.
 
-Each case trains a small model on its layout and on one rank, through the real training parts:
-10 steps in float64, where everything must agree to 1e-9, and 2 in fp32, where loss and norm must
-agree to 1e-5. ``make test`` runs a few cases, ``make test-layouts`` all of them.
+Each case trains a small model on its layout and on one rank, through the real training parts, on
+two corpora in unlike shares: 10 steps in float64, of which the last 5 have samples twice as long
+and another blend and everything must agree to 1e-9, and 2 in fp32, where loss and norm must agree
+to 1e-5. ``make test`` runs a few cases, ``make test-layouts`` all of them.
 """
 
 import functools
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.config.data_section import DataSection
 from lib.config.operation import CheckpointConfig, RuntimeConfig
 from lib.config.run_config import Params, RunConfig, resolve
 from lib.config.schema import (
@@ -22,7 +24,8 @@ from lib.config.schema import (
     ScheduleSection,
     TrainingSection,
 )
-from lib.train.comparison import compare, facts_of, random_corpus, run_layout, with_layout
+from lib.train.comparison import compare, run_layout, with_layout
+from lib.train.random_tokens import describe_tokens, random_corpus
 from tests.layouts.matrix import GRIDS, Case, matrix
 
 VOCABULARY = 61
@@ -44,9 +47,13 @@ STYLES["qwen"] = STYLES["llama"] | {"qkv_bias": True, "qk_norm": True}
 
 
 @functools.cache
-def corpus():
+def corpora():
     folder = tempfile.TemporaryDirectory(prefix="test-layouts-")
-    return folder, random_corpus(Path(folder.name), VOCABULARY, 60)
+    manifests = {
+        name: random_corpus(Path(folder.name) / name, VOCABULARY, 60, seed)
+        for seed, name in enumerate(("one", "two"))
+    }
+    return folder, manifests
 
 
 def model_of(case: Case) -> ModelSection:
@@ -92,6 +99,14 @@ def micro_batches_of(case: Case) -> int:
     return max(1, pipeline - 1)
 
 
+def data_of(case: Case, half_way: int, seq_length: int) -> DataSection:
+    rules = {}
+    if case.documents == "apart":
+        rules = {"eod_in_loss": False, "positions": "document", "attention": "document"}
+    later = {"from_samples": half_way, "seq_length": 2 * seq_length, "blend": {"one": 1, "two": 5}}
+    return DataSection.model_validate({"blend": {"one": 2, "two": 1}, "phases": (later,)} | rules)
+
+
 def config_of(case: Case, compute: str) -> RunConfig:
     tensor, _, data = case.grid
     training = TrainingSection(
@@ -111,9 +126,10 @@ def config_of(case: Case, compute: str) -> RunConfig:
         ScheduleSection(warmup_iters=2),
         training,
         CheckpointConfig(),
+        data_of(case, FLOAT64_STEPS // 2 * training.global_batch_size, training.seq_length),
+        ("one", "two"),
     )
-    facts = facts_of(corpus()[1], VOCABULARY, training.split, training.seq_length)
-    return resolve(params, facts)
+    return resolve(params, describe_tokens(corpora()[1], params))
 
 
 def runtime_of(case: Case) -> RuntimeConfig:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lib.model.loss import MicroBatch, micro_batch, token_losses
+from lib.model.loss import MicroBatch, SampleRules, micro_batch, token_losses
 from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import one_forward_one_backward
 from tests.model.models import GPT2, VOCAB_SIZE, build, drawn_tokens, fill, rough_weights
@@ -36,6 +36,35 @@ def test_micro_batch_shifts_by_one():
     assert torch.equal(moved.labels_SB, batch.labels_SB)
 
 
+EOD = 9
+# a b E c d E E f, then the label of f. Documents begin at 3, 6 and 7.
+BY_HAND = [1, 2, EOD, 3, 4, EOD, EOD, 5, 6]
+# Two samples that only fill the batch, of the same id as the end of a document.
+BY_HAND_AND_FILLERS = np.array([BY_HAND, [EOD] * 9, [EOD] * 9])
+STARTS = [np.array([3, 6, 7]), np.array([], dtype=np.int64), np.array([], dtype=np.int64)]
+_ALL, _NONE = [1] * 8, [0] * 8
+
+
+@pytest.mark.parametrize(
+    ("eod_id", "expected"), [(None, _ALL), (EOD, [1, 0, 1, 1, 0, 0, 1, 1]), (7, _ALL)]
+)
+@pytest.mark.parametrize("resets", [False, True])
+def test_what_counts_in_a_sequence_written_by_hand(eod_id, expected, resets):
+    """B20: fillers by their place, ends of documents only if asked for, borders by the index."""
+    rules = SampleRules(eod_id, reset_positions=resets, within_documents=resets)
+    counted = np.array([True, False, False])
+    batch = micro_batch(BY_HAND_AND_FILLERS, counted, rules, STARTS if resets else None)
+    assert batch.weights_SB.T.tolist() == [expected, _NONE, _NONE]
+    assert batch.weights_SB.is_contiguous()
+    assert batch.num_tokens == sum(expected)
+    if not resets:
+        assert batch.layout is None
+        return
+    assert batch.layout.positions_SB.T.tolist()[0] == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert batch.layout.documents.number_SB.T.tolist()[0] == [0, 0, 0, 1, 1, 1, 2, 3]
+    assert batch.to(torch.device("cpu")).layout.documents.longest == 8
+
+
 def test_fillers_do_not_count():
     model, weights = rough_model(), rough_weights(GPT2)
     tokens, labels = drawn_tokens(1, 3, 7)
@@ -48,10 +77,11 @@ def test_fillers_do_not_count():
     assert batch.num_tokens == 14
 
 
-def test_only_fillers_give_a_finite_loss_of_zero_and_no_gradient():
-    """B41: no valid target at all."""
+@pytest.mark.parametrize(("counted", "rules"), [(False, SampleRules()), (True, SampleRules(0))])
+def test_without_a_counted_token_the_loss_is_zero_and_there_is_no_gradient(counted, rules):
+    """B41: only fillers, or a document made of ends of documents, which do not count."""
     model = rough_model()
-    batch = micro_batch(np.zeros((2, 8), dtype=np.int64), np.zeros(2, dtype=bool))
+    batch = micro_batch(np.zeros((2, 8), dtype=np.int64), np.full(2, counted), rules)
     assert batch.num_tokens == 0
     loss = token_losses(model, batch).sum()
     loss.backward()

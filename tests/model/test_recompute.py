@@ -1,18 +1,21 @@
 """Computing again gives the same bits: losses, gradients and both random streams.
 
 Two micro batches are under way at once, as in a pipeline: forward, forward, backward, backward. So
-the streams have moved on when the first one is computed again. What is computed again is counted,
-since a mode that did nothing would give the same bits too.
+the streams have moved on when the first one is computed again. The second one has documents that do
+not see each other. What is computed again is counted, since a mode that did nothing would give the
+same bits too.
 """
 
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from lib.layers.attention import attention_backend
+from lib.layers.documents import DocumentLayout, document_positions, find_documents
 from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.recompute import Recompute
 from lib.parallel.groups import Group, ParallelGroups
@@ -22,6 +25,8 @@ from tests.model.models import CONFIGS, PADDED, VOCAB_SIZE, drawn_tokens, fill, 
 
 _LAYERS = 3
 _CPU = torch.device("cpu")
+_STARTS = [np.array([3, 4]), np.array([6])]
+_LAYOUT = DocumentLayout(document_positions(_STARTS, 8), find_documents(_STARTS, 8))
 # Each with the forwards of a layer and of its core that a micro batch takes, the second ones too.
 MODES = {
     "none": (Recompute(), _LAYERS, _LAYERS),
@@ -72,7 +77,10 @@ def step(config, groups, recompute):
     fill(model, rough_weights(config))
     for layer in model.layers.values():
         layer.forward = counting(layer.forward, calls, "layer")
-    losses = [model(*(x.T for x in drawn_tokens(seed, 2, 8))) for seed in (1, 2)]
+    losses = [
+        model(*(x.T for x in drawn_tokens(seed, 2, 8)), layout)
+        for seed, layout in ((1, None), (2, _LAYOUT))
+    ]
     for number, loss in enumerate(losses):
         (loss.sum() * (1.0 + number)).backward()
     states = [torch.get_rng_state()]

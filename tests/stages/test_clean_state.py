@@ -9,7 +9,7 @@ import pytest
 
 from lib.checkpoint.lock import lock
 from lib.checkpoint.resume import ResumePolicy, StateDirectory, open_state
-from tests.checkpoint.examples import run_config
+from tests.checkpoint.examples import run_config, two_phases
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = ResumePolicy(on_code_change="fresh")
@@ -83,6 +83,17 @@ def test_only_what_is_finished_or_superseded_goes(project: Path) -> None:
     assert f"kept state/{present.path.name}: it is that of outputs/run_config.json" in done.stdout
     assert "--all removes these too" in done.stdout
     assert (unfinished.path / "iter_0000007" / "__0_0.distcp").is_file()
+
+
+def test_where_a_run_with_a_new_phase_will_begin_stays(project: Path) -> None:
+    longer = two_phases()
+    before = open_state(project / "state", longer.before_phase(1), "code-1", POLICY)
+    before.mark_finished()
+    (project / "outputs").mkdir()
+    (project / "outputs" / "run_config.json").write_text(longer.to_json())
+    kept = f"kept state/{before.path.name}: it is that of outputs/run_config.json before a phase"
+    assert kept in clean(project).stdout
+    assert left(project / "state") == [before.path.name]
 
 
 def test_all_removes_work_and_the_present_state_too(project: Path) -> None:

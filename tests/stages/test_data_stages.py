@@ -12,10 +12,8 @@ import psutil
 import pytest
 
 from lib.data.indexed_dataset import IndexedDataset
-from lib.data.manifest import RawManifest, write_manifest
-from lib.data.shards import write_shards
-from lib.data.shuffle import EncodedDocument
 from lib.data.tokenizer import load_tokenizer
+from tests.data.raw_example import write_raw
 from tests.data.tiny_tokenizer import TRAINING_TEXT, gpt2_files, save_tiny
 
 PROJECT = Path(__file__).parents[2]
@@ -33,37 +31,17 @@ def stage(name, folder, *arguments):
     )
 
 
-def write_raw(folder, texts):
-    raw = folder / "data" / "raw"
-    raw.mkdir(parents=True)
-    lines = [json.dumps({"text": t, "source": "s", "line": None}) + "\n" for t in texts]
-    documents = [
-        EncodedDocument(line=line.encode(), text_bytes=len(text.encode()))
-        for line, text in zip(lines, texts, strict=True)
-    ]
-    manifest = RawManifest(
-        source="files",
-        documents=len(texts),
-        text_bytes=sum(len(text.encode()) for text in texts),
-        rejected={},
-        options={},
-        versions={},
-        shards=write_shards(documents, raw, 10**6),
-    )
-    write_manifest(raw, manifest)
-
-
 @pytest.fixture
 def folder(tmp_path):
-    write_raw(tmp_path, TEXTS)
+    write_raw(tmp_path / "data/raw/web", TEXTS)
     write_params(tmp_path, tokenizer={"vocab_size": 300})
     return tmp_path
 
 
 def write_params(folder, **sections):
+    """With one corpus, ``web``, unless the sections say otherwise."""
+    sections = {"corpora": {"web": {}}, "tokens": {}} | sections
     text = "".join(f"{name}: {json.dumps(options)}\n" for name, options in sections.items())
-    if "tokens" not in sections:
-        text += "tokens: {}\n"
     (folder / "params.yaml").write_text(text)
 
 
@@ -76,7 +54,7 @@ def test_both_stages_end_to_end(folder):
     assert "12 documents" in done.stdout
     assert "bytes per token" in done.stdout
     tokenizer = load_tokenizer(folder / "data" / "tokenizer")
-    dataset = IndexedDataset(folder / "data" / "tokens" / "corpus_text_document")
+    dataset = IndexedDataset(folder / "data/tokens/web/corpus_text_document")
     found = [tokenizer.decode(dataset[i].tolist()) for i in range(len(dataset))]
     assert found == TEXTS
     assert all(dataset[i][-1] == tokenizer.eod_id for i in range(len(dataset)))
@@ -86,12 +64,40 @@ def test_running_again_gives_the_same_bytes(folder):
     def outputs():
         for name in ("prepare_tokenizer", "tokenize_corpus"):
             assert stage(name, folder).returncode == 0
-        files = [p for d in ("tokenizer", "tokens") for p in (folder / "data" / d).iterdir()]
+        files = [p for d in ("tokenizer", "tokens/web") for p in (folder / "data" / d).iterdir()]
         return {p.name: p.read_bytes() for p in files}
 
     first = outputs()
-    assert len(first) == 5
+    assert len(first) == 6
     assert outputs() == first
+    assert [path.name for path in (folder / "data/tokens").iterdir()] == ["web"]
+
+
+def test_several_corpora_have_one_tokenizer(folder):
+    """Trained on all of them, in whatever order params.yaml has them, and on no other folder."""
+    write_raw(folder / "data/raw/german", ["der die das und " * 20, "das ist der Text"] * 3)
+
+    def trained_on(*names):
+        write_params(folder, corpora={name: {} for name in names}, tokenizer={"vocab_size": 280})
+        done = stage("prepare_tokenizer", folder)
+        assert done.returncode == 0
+        return load_tokenizer(folder / "data/tokenizer").fingerprint, done.stderr
+
+    alone, warning = trained_on("web")
+    assert warning == (
+        "warning: of no corpus in params.yaml, and not read: data/raw/german; "
+        "remove what you do not need\n"
+    )
+    both, warning = trained_on("german", "web")
+    assert warning == ""
+    assert trained_on("web", "german") == (both, "")
+    assert both != alone
+    done = stage("tokenize_corpus", folder)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "--corpus is missing: there are several; name one of web, german" in done.stderr
+    done = stage("tokenize_corpus", folder, "--corpus", "german")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in (folder / "data/tokens").iterdir()] == ["german"]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +133,15 @@ def test_a_given_tokenizer_needs_no_corpus(folder):
 def test_damaged_corpus_publishes_nothing(folder, name):
     save_tiny(folder / "data" / "tokenizer")
     before = (folder / "data" / "tokenizer" / "tokenizer.json").read_bytes()
-    shard = folder / "data" / "raw" / "corpus-00000.jsonl.zst"
+    shard = folder / "data/raw/web/corpus-00000.jsonl.zst"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(bytes(content))
     done = stage(name, folder)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: data/raw/corpus-00000.jsonl.zst")
+    assert done.stderr.startswith("error: data/raw/web/corpus-00000.jsonl.zst")
     assert "Traceback" not in done.stderr
-    assert sorted(p.name for p in (folder / "data").iterdir()) == ["raw", "tokenizer"]
+    assert not (folder / "data/tokens/web").exists()
     assert (folder / "data" / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
@@ -143,9 +149,9 @@ def test_damaged_corpus_publishes_nothing(folder, name):
     ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )
 def test_stopping_the_stage_leaves_no_process_and_no_output(tmp_path, number, status):
-    write_raw(tmp_path, ["some words of text, " * 1000] * 2000)
+    write_raw(tmp_path / "data/raw/web", ["some words of text, " * 1000] * 2000)
     save_tiny(tmp_path / "data" / "tokenizer")
-    (tmp_path / "params.yaml").write_text("tokens: {workers: 2}\n")
+    write_params(tmp_path, tokens={"workers": 2})
     process = subprocess.Popen(
         [sys.executable, "-m", "stages.tokenize_corpus"],
         cwd=tmp_path,
@@ -154,7 +160,7 @@ def test_stopping_the_stage_leaves_no_process_and_no_output(tmp_path, number, st
         stderr=subprocess.PIPE,
         text=True,
     )
-    part = tmp_path / "data" / "tokens.partial" / "corpus_text_document.bin.partial"
+    part = tmp_path / "data/tokens/web.partial/out/corpus_text_document.bin"
     deadline = time.monotonic() + 60
     while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
         assert process.poll() is None
@@ -167,7 +173,7 @@ def test_stopping_the_stage_leaves_no_process_and_no_output(tmp_path, number, st
     assert "Traceback" not in errors
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE] == []
-    assert not (tmp_path / "data" / "tokens").exists()
+    assert not (tmp_path / "data/tokens/web").exists()
 
 
 @pytest.mark.parametrize("name", ["prepare_tokenizer", "tokenize_corpus"])

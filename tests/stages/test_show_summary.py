@@ -79,6 +79,17 @@ def test_a_figure_of_a_step_that_went_wrong(project: Path, name: str, value: flo
     assert [figure for _title, figure in read_figures()].count("not finite") == 1
 
 
+def test_several_corpora_have_a_loss_each(project: Path) -> None:
+    losses = {"loss/code": 2.25, "bits_per_byte/code": 1.0, "loss/web": 4.5}
+    (project / "results" / "evaluate.json").write_text(json.dumps(EVALUATED | losses))
+    titles = [title for title, _figure in read_figures()]
+    place = titles.index("test loss") + 1
+    assert read_figures()[place : place + 2] == [
+        ("  of code", "2.2500 nats per token"),
+        ("  of web", "4.5000 nats per token"),
+    ]
+
+
 def test_null_perplexity(project: Path) -> None:
     (project / "results" / "evaluate.json").write_text(json.dumps(EVALUATED | {"perplexity": None}))
     assert ("test perplexity", "not finite") in read_figures()

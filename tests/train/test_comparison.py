@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lib.config.data_section import DataSection, PhaseSection
 from lib.config.operation import RuntimeConfig
 from lib.config.params_file import read_params
 from lib.config.rules import broken_rules
@@ -34,7 +35,7 @@ _KEY = f"layers.0.self_attention.{KEY_BIAS}"
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
+def manifest(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
@@ -140,8 +141,8 @@ def test_key_biases_are_left_out_but_must_be_there():
 # ---- runs on ranks
 
 
-def test_two_copies_train_as_one(prefix):
-    config = tiny_config(prefix, precision__compute="fp64")
+def test_two_copies_train_as_one(manifest):
+    config = tiny_config(manifest, precision__compute="fp64")
     alone = run_layout(config, RuntimeConfig(), 1, 3)
     laid_out = with_layout(config, ParallelConfig(data=2, sharding="parameters"))
     found = compare(run_layout(laid_out, RuntimeConfig(), 2, 3), alone)
@@ -150,12 +151,12 @@ def test_two_copies_train_as_one(prefix):
     assert set(alone.gradients) == set(alone.weights)
 
 
-def test_another_run_is_another_outcome(prefix):
+def test_another_run_is_another_outcome(manifest):
     """What the test above calls equal could also be a comparison of nothing."""
-    config = tiny_config(prefix, precision__compute="fp64")
+    config = tiny_config(manifest, precision__compute="fp64")
     alone = run_layout(config, RuntimeConfig(), 1, 2)
     for change in ({"training__seed": 5}, {"optimizer__weight_decay": 0.3}):
-        other = tiny_config(prefix, precision__compute="fp64", **change)
+        other = tiny_config(manifest, precision__compute="fp64", **change)
         found = compare(run_layout(other, RuntimeConfig(), 1, 2), alone)
         assert found.weight[0] > 1e-6
     assert found.gradient[0] == 0.0  # decay is no part of the first gradient
@@ -225,6 +226,22 @@ def test_the_small_model_admits_all_the_layouts_at_once(params, name):
         assert getattr(small.model, field) == getattr(changed_params.model, field)
 
 
+def test_the_small_run_keeps_the_rules_of_the_samples_and_a_later_length(params):
+    changes = ({"micro_batch_size": 1}, {"seq_length": 512})
+    phases = tuple(PhaseSection(from_samples=160 * n, **c) for n, c in enumerate(changes, 1))
+    rules = {"eod_in_loss": False, "positions": "document", "attention": "document"}
+    data = DataSection(blend={"gone": 1}, validation=("gone",), phases=phases, **rules)
+    layout = ParallelConfig(tensor=2, sequence=True, data=2)
+    small = small_version(replace(params, data=data), [layout], steps=3)
+    assert {name: getattr(small.data, name) for name in rules} == rules
+    sections = {"model": small.model, "parallel": layout, "training": small.training}
+    assert broken_rules(sections | {"data": small.data, "corpora": small.corpora}) == []
+    (later,) = small.data.phases
+    assert later.from_samples == 2 * small.training.global_batch_size
+    assert later.seq_length == small.longest_seq_length == 2 * small.training.seq_length
+    assert not small_version(params, [layout], steps=3).data.phases
+
+
 def test_an_explicit_split_of_the_layers_stays(params):
     split = (1, 1, 1, params.model.num_layers - 3)
     layout = ParallelConfig(pipeline=2, virtual_stages=2, layers_per_chunk=split)
@@ -247,9 +264,9 @@ def test_processes_and_names():
 # ---- the command
 
 
-def write_params(folder, **parallel):
+def write_params(folder, **keys):
     text = (ROOT / "params.yaml").read_text()
-    for key, value in parallel.items():
+    for key, value in keys.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {key}:")]
         text = text.replace(line, f"  {key}: {value}")
     (folder / "params.yaml").write_text(text)
@@ -269,7 +286,10 @@ def run_command(folder, *arguments):
 
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
 def test_the_command_compares_the_layout_of_the_file(tmp_path, precision):
-    write_params(tmp_path, tensor=2, sequence="true", attention_dropout=0.1)
+    phases = "[{from_samples: 160, seq_length: 256}]"
+    apart = {"eod_in_loss": "false", "positions": "document", "phases": phases}
+    documents = apart if precision == "fp64" else {}
+    write_params(tmp_path, tensor=2, sequence="true", attention_dropout=0.1, **documents)
     done = run_command(tmp_path, "--steps", "2", "--precision", precision)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tp2+sp pp1 dp1: equal" in done.stdout

@@ -74,7 +74,8 @@ def starts(config_texts: list[str]) -> list[dict[str, object]]:
         finally:
             parts.batches.close()
         held = {name: whole(value) for name, value in parts.model.parameters.items()}
-        total, tokens = summed_loss(parts, parts.validation)
+        batches = [batch for measured in parts.validation for batch in measured.batches]
+        total, tokens = summed_loss(parts, batches)
         outcomes.append({"said": said, "weights": held, "loss": total / max(1.0, tokens)})
     return outcomes
 
@@ -93,7 +94,7 @@ def joined(per_rank: list[dict[str, object]]) -> dict[str, Tensor]:
     return weights
 
 
-def layouts(prefix: Path) -> list[RunConfig]:
+def layouts(manifest: Path) -> list[RunConfig]:
     """On two ranks: the GPT-2 and the Llama kind, each cut in both directions, and copied."""
     degrees = (
         {"parallel__tensor": 2, "parallel__sequence": True},
@@ -101,7 +102,7 @@ def layouts(prefix: Path) -> list[RunConfig]:
         {"parallel__sharding": "parameters"},
     )
     return [
-        tiny_config(prefix, **kind, **degree, **EVALUATED)
+        tiny_config(manifest, **kind, **degree, **EVALUATED)
         for kind in ({}, LLAMA)
         for degree in degrees
     ]
@@ -127,19 +128,20 @@ def their_loss(config: RunConfig, tensors: dict[str, Tensor], batches: list) -> 
 def validation_of(config_text: str) -> list[tuple[Tensor, Tensor]]:
     parts = build_tiny(config_text)
     parts.batches.close()
-    return [(batch.tokens_SB, batch.labels_SB) for batch in parts.validation]
+    (measured,) = parts.validation
+    return [(batch.tokens_SB, batch.labels_SB) for batch in measured.batches]
 
 
 def test_every_layout_starts_from_their_weights(tmp_path):
     """Bit for bit the imported weights, and the loss of transformers' model, at two ranks."""
-    prefix = write_tokens(tmp_path)
+    manifest = write_tokens(tmp_path)
     configs, expected = [], []
-    for number, config in enumerate(layouts(prefix)):
+    for number, config in enumerate(layouts(manifest)):
         tensors = random_tensors(config)
         given = give(tmp_path / f"initial-{number}", config, tensors)
         configs.append(started(config, given))
         expected.append(tensors)
-    alone = tiny_config(prefix, **EVALUATED).to_json()
+    alone = tiny_config(manifest, **EVALUATED).to_json()
     (batches,) = run_on_ranks(1, validation_of, alone)
     outcomes = run_on_ranks(2, starts, [config.to_json() for config in configs])
     for number, (config, tensors) in enumerate(zip(configs, expected, strict=True)):
@@ -159,17 +161,17 @@ def test_every_layout_starts_from_their_weights(tmp_path):
 
 def test_a_larger_model_keeps_what_is_given_and_draws_the_rest(tmp_path):
     """Deeper, longer, with more and with other tokens: rows given stay, new ones are as drawn."""
-    prefix = write_tokens(tmp_path)
-    small = tiny_config(prefix, **EVALUATED)
+    manifest = write_tokens(tmp_path)
+    small = tiny_config(manifest, **EVALUATED)
     tensors = random_tensors(small)
     fewer = {n: t[:250] if n == WORDS else t for n, t in tensors.items()}
     given = give(tmp_path / "all", small, tensors)
     given_fewer = give(tmp_path / "fewer", small, fewer)
     grown = tiny_config(
-        prefix, model__num_layers=4, model__max_position_embeddings=24, parallel__pipeline=2
+        manifest, model__num_layers=4, model__max_position_embeddings=24, parallel__pipeline=2
     )
-    split = tiny_config(prefix, parallel__tensor=2)
-    untied = tiny_config(prefix, model__tie_embeddings=False, parallel__tensor=2)
+    split = tiny_config(manifest, parallel__tensor=2)
+    untied = tiny_config(manifest, model__tie_embeddings=False, parallel__tensor=2)
     tensors_untied = random_tensors(untied)
     given_untied = give(tmp_path / "untied", untied, tensors_untied)
     cases = [
@@ -202,8 +204,8 @@ def test_a_larger_model_keeps_what_is_given_and_draws_the_rest(tmp_path):
 
 
 def test_a_fault_on_one_rank_is_raised_on_all(tmp_path):
-    prefix = write_tokens(tmp_path)
-    config = tiny_config(prefix)
+    manifest = write_tokens(tmp_path)
+    config = tiny_config(manifest)
     given = give(tmp_path / "initial", config, random_tensors(config))
     text = started(config, given).to_json()
     outcomes = run_on_ranks(2, start_with_rank_one_elsewhere, text, str(tmp_path))
@@ -253,10 +255,8 @@ def test_a_published_model_has_its_own_loss_at_step_zero(tmp_path, monkeypatch):
         tokenizer_fingerprint=read.tokenizer_fingerprint,
     )
     assert record.tokenizer_fingerprint == made.config.data.tokenizer_fingerprint
-    prefix = made.config.data.model_copy(update={"prefix": str(tmp_path / made.config.data.prefix)})
-    config = made.config.model_copy(update={"data": prefix})
     given = GivenWeights(str(tmp_path / "initial"), "", record)
-    text = started(config, given, record.vocab_size).to_json()
+    text = started(made.config, given, record.vocab_size).to_json()
     (row,) = run_on_ranks(1, step_zero_validation, text)
     (batches,) = run_on_ranks(1, validation_of, text)
     model = load_model(tmp_path / "model").model

@@ -38,7 +38,8 @@ LINE = re.compile(
     r" number of nan iterations: +(?P<nan>\d+) \|"
     r" tokens/s: (?P<tokens_s>\d+) \|"
     r" samples/s: (?P<samples_s>\d+\.\d\d) \|"
-    r" MFU: (?P<mfu>n/a|\d+\.\d%) \|$"
+    r" MFU: (?P<mfu>n/a|\d+\.\d%) \|"
+    r" data wait: (?P<wait>\d+\.\d%) \|$"
 )
 
 
@@ -72,6 +73,7 @@ def test_the_whole_line():
         " learning rate: 3.000000E-04 | global batch size:    32 | lm loss: 2.500000E+00 |"
         " loss scale: 1.0 | grad norm: 1.235 | number of skipped iterations:   0 |"
         " number of nan iterations:   0 | tokens/s: 20480 | samples/s: 160.00 | MFU: 25.0% |"
+        " data wait: 0.5% |"
     )
     assert LINE.match(line)
 
@@ -79,7 +81,7 @@ def test_the_whole_line():
 def test_means_of_loss_and_times_and_the_last_of_the_rest():
     rows = [
         row(1, loss=4.0, step_ms=100.0, tokens_per_second=40960.0, samples_per_second=320.0,
-            tflops_per_gpu=30.0, mfu=0.6, learning_rate=1e-4, grad_norm=9.0),
+            tflops_per_gpu=30.0, mfu=0.6, learning_rate=1e-4, grad_norm=9.0, data_wait_ms=7.0),
         row(2, loss=3.0, step_ms=300.0, tokens_per_second=4096 / 0.3,
             samples_per_second=32 / 0.3, tflops_per_gpu=10.0, mfu=0.2, skipped=1, nan=1,
             consumed_samples=64, grad_norm=2.0),
@@ -93,7 +95,19 @@ def test_means_of_loss_and_times_and_the_last_of_the_rest():
     # the two rates would be 20 TFLOP/s.)
     assert (match["tflops"], match["mfu"]) == ("15.0", "30.0%")
     assert (match["tokens_s"], match["samples_s"]) == ("20480", "160.00")
+    assert match["wait"] == "2.0%"  # 7 ms and 1 ms of 400 ms
     assert (match["skipped"], match["nan"]) == ("1", "1")
+
+
+def test_steps_of_unlike_sizes_count_with_what_they_did():
+    """A ramp-up, or a later phase with longer samples: 1000 tokens in 0.1 s, 6000 in 0.3 s."""
+    rows = [
+        row(1, step_ms=100.0, tokens_per_second=1000 / 0.1, samples_per_second=10 / 0.1),
+        row(2, step_ms=300.0, tokens_per_second=6000 / 0.3, samples_per_second=20 / 0.3),
+    ]
+    match = LINE.match(log_line(rows, 100))
+    assert match
+    assert (match["tokens_s"], match["samples_s"]) == ("17500", "75.00")
 
 
 @pytest.mark.parametrize("losses", [[math.nan], [2.0, math.nan], [-1.0]])
@@ -110,12 +124,21 @@ def test_an_unknown_device_has_no_mfu():
 
 
 def test_validation_lines():
-    rule, line, again = validation_lines(30, 2.0, math.exp(2.0)).split("\n")
+    rule, line, again = validation_lines(30, 2.0, {}).split("\n")
     assert line == (
         " validation loss at iteration 30 | lm loss value: 2.000000E+00 "
         "| lm loss PPL: 7.389056E+00 | "
     )
     assert rule == again == "-" * len(line)
+    lines = validation_lines(30, 2.0, {"web": 1.5, "code": 3.0}).split("\n")
+    assert lines[1] == line
+    assert lines[2:4] == [
+        " validation loss at iteration 30 on web | lm loss value: 1.500000E+00 "
+        "| lm loss PPL: 4.481689E+00 | ",
+        " validation loss at iteration 30 on code | lm loss value: 3.000000E+00 "
+        "| lm loss PPL: 2.008554E+01 | ",
+    ]
+    assert lines[0] == lines[4] == "-" * len(lines[3])
 
 
 def test_rates_by_hand():
@@ -177,6 +200,20 @@ def test_files_without_rows_have_a_heading(tmp_path):
     ResultFiles(tmp_path, [], [], [])
     assert (tmp_path / "train.csv").read_text() == ",".join(TRAIN_COLUMNS) + "\n"
     assert (tmp_path / "validation.csv").read_text() == ",".join(VALIDATION_COLUMNS) + "\n"
+
+
+def test_several_validation_sets_have_a_column_each(tmp_path):
+    """Also where rows of the history were measured on other sets."""
+    old = {"step": 1, "loss": 3.0, "perplexity": 20.0, "samples": 8, "tokens": 80, "loss/gone": 1}
+    files = ResultFiles(tmp_path, [], [old], [], ("web", "code"))
+    files.add_validation(old | {"step": 2, "loss/web": 2.0, "loss/code": 4.0})
+    (first, second) = read(tmp_path / "validation.csv")
+    assert tuple(first) == (*VALIDATION_COLUMNS, "loss/web", "loss/code")
+    assert (first["loss/web"], first["loss/code"]) == ("", "")
+    assert (second["loss"], second["loss/web"], second["loss/code"]) == ("3.0", "2.0", "4.0")
+    files.write_live(row(2).as_row(), 100)
+    live = json.loads((tmp_path / "train.json").read_text())
+    assert (live["validation_loss"], live["validation_loss/web"]) == (3.0, 2.0)
 
 
 def gradients_of(step):

@@ -24,7 +24,7 @@ _FP16 = {
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
+def manifest(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
@@ -52,8 +52,8 @@ def steps_on_rank(config_text):
     }
 
 
-def steps(prefix, ranks=1, **changes):
-    config = tiny_config(prefix, **(_FP16 | changes))
+def steps(manifest, ranks=1, **changes):
+    config = tiny_config(manifest, **(_FP16 | changes))
     return run_on_ranks(ranks, steps_on_rank, config.to_json(), timeout=150)
 
 
@@ -73,8 +73,8 @@ def by_the_rule(skipped, hysteresis):
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
-def test_overflowed_steps_are_skipped_until_the_scale_fits(prefix, hysteresis):
-    (run,) = steps(prefix, precision__loss_scale_hysteresis=hysteresis)
+def test_overflowed_steps_are_skipped_until_the_scale_fits(manifest, hysteresis):
+    (run,) = steps(manifest, precision__loss_scale_hysteresis=hysteresis)
     skipped = column(run, "skipped")
     count = sum(skipped)
     assert 30 < skipped.index(0) < 46
@@ -90,12 +90,12 @@ def test_overflowed_steps_are_skipped_until_the_scale_fits(prefix, hysteresis):
     assert run["dtypes"] == {torch.float32}
 
 
-def test_a_scale_that_fits_gives_the_run_of_fp32(prefix):
+def test_a_scale_that_fits_gives_the_run_of_fp32(manifest):
     """Loss and norm are those of fp32 but for fp16's rounding: the scale is taken off again."""
     short = {"training__train_iters": 6, "schedule__decay_iters": 6}
-    (exact,) = steps(prefix, precision__compute="fp32", **short)
+    (exact,) = steps(manifest, precision__compute="fp32", **short)
     for scale in (1.0, 2.0**14):
-        (run,) = steps(prefix, precision__loss_scale=scale, **short)
+        (run,) = steps(manifest, precision__loss_scale=scale, **short)
         assert column(run, "loss_scale") == [scale] * 6
         assert column(run, "skipped") == [0] * 6
         assert column(run, "loss") == pytest.approx(column(exact, "loss"), rel=2e-3)
@@ -115,9 +115,9 @@ def test_a_scale_that_fits_gives_the_run_of_fp32(prefix):
     ],
     ids=["data", "tensor", "sequence", "pipeline"],
 )
-def test_every_layout_skips_the_same_steps_at_the_same_scales(prefix, ranks, layout):
-    (alone,) = steps(prefix)
-    for rank in steps(prefix, ranks, **layout):
+def test_every_layout_skips_the_same_steps_at_the_same_scales(manifest, ranks, layout):
+    (alone,) = steps(manifest)
+    for rank in steps(manifest, ranks, **layout):
         for name in ("skipped", "loss_scale", "nan", "consumed_samples"):
             assert column(rank, name) == column(alone, name)
         assert rank["changed"] == alone["changed"]
@@ -135,10 +135,10 @@ def test_every_layout_skips_the_same_steps_at_the_same_scales(prefix, ranks, lay
     ids=["floor", "fixed"],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_scale_that_cannot_fall_stops_the_run(prefix, ranks, scales, remedy):
+def test_a_scale_that_cannot_fall_stops_the_run(manifest, ranks, scales, remedy):
     """B37."""
     with pytest.raises(AssertionError) as caught:
-        steps(prefix, ranks, **scales)
+        steps(manifest, ranks, **scales)
     text = str(caught.value)
     assert "lib.errors.UserError: " in text
     assert f"{STUCK_STEPS} steps in a row overflowed fp16 and were skipped" in text
@@ -158,21 +158,21 @@ def spoilt_on_rank(config_text):
     return row.as_row(), progress
 
 
-def test_a_loss_that_is_not_finite_is_the_models_fault(prefix):
+def test_a_loss_that_is_not_finite_is_the_models_fault(manifest):
     """Unlike an overflow, which is the scale's: the one is counted as nan, the other not."""
-    config = tiny_config(prefix, precision__compute="fp16", precision__loss_scale=128.0)
+    config = tiny_config(manifest, precision__compute="fp16", precision__loss_scale=128.0)
     row, progress = run_on_ranks(1, spoilt_on_rank, config.to_json())[0]
     assert (row["skipped"], row["nan"]) == (1, 1)
     assert (progress.skipped, progress.nan, progress.nan_in_a_row) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_norm_does_not_depend_on_the_micro_batch(prefix, ranks):
+def test_bf16_norm_does_not_depend_on_the_micro_batch(manifest, ranks):
     """B39: 64 gradients of a sample each, added up in bf16, would lose some percent."""
     norms = []
     for size in (64 // ranks, 1):
         config = tiny_config(
-            prefix,
+            manifest,
             precision__compute="bf16",
             training__global_batch_size=64,
             training__micro_batch_size=size,

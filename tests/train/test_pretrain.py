@@ -1,5 +1,6 @@
 """A worker's life: resume, shrink and grow, changed inputs, failing saves, on one and two ranks."""
 
+import hashlib
 import json
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lib.config.run_config import RunConfig
+from lib.data.order import SampleOrder
+from lib.data.tokens_manifest import MANIFEST_FILE, TokensManifest
 from tests.data.tiny_tokenizer import save_tiny
 from tests.distributed import run_on_ranks
 from tests.train.tiny_run import tiny_config, write_tokens
@@ -22,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 def project(tmp_path, monkeypatch):
     """A folder with all that pretraining reads: parameters, tokens, tokenizer, code list."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "tokens").mkdir(parents=True)
-    write_tokens(tmp_path / "data" / "tokens")
+    for seed, name in enumerate(("tiny", "other")):
+        write_tokens(tmp_path / "data" / "tokens" / name, seed)
     save_tiny(tmp_path / "data" / "tokenizer", 300)
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     (tmp_path / "lib").mkdir()
@@ -34,37 +37,12 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def configure(**changes):
-    prefix = Path.cwd() / "data" / "tokens" / "corpus_text_document"
-    config = tiny_config(prefix, **({"checkpoint__save_interval": 2} | changes))
-    Path("data/tokens/manifest.json").write_text(json.dumps(manifest(config)))
+def configure(corpora=("tiny",), **changes):
+    manifests = {name: Path.cwd() / "data" / "tokens" / name / MANIFEST_FILE for name in corpora}
+    config = tiny_config(manifests, **({"checkpoint__save_interval": 2} | changes))
     Path("outputs").mkdir(exist_ok=True)
     Path("outputs/run_config.json").write_text(config.to_json())
     return config
-
-
-def manifest(config: RunConfig) -> dict[str, object]:
-    data = config.data
-    return {
-        "format": 1,
-        "prefix": "corpus_text_document",
-        "dtype": "uint16",
-        "documents": data.documents,
-        "sequences": data.documents,
-        "tokens": data.tokens,
-        "text_bytes": 1,
-        "empty_documents": 0,
-        "cut_documents": 0,
-        "dropped_documents": 0,
-        "append_eod": False,
-        "vocab_size": data.vocab_size,
-        "eod_id": 0,
-        "tokenizer_fingerprint": data.tokenizer_fingerprint,
-        "corpus_sha256": "0",
-        "bin_sha256": data.tokens_sha256,
-        "idx_sha256": "0",
-        "options": {},
-    }
 
 
 def pretrain(ending="finished", ranks=1, **life):
@@ -234,13 +212,13 @@ def test_a_fresh_run_that_was_interrupted_continues(project):
 
 
 def test_a_checkpoint_says_all_that_a_run_is(project):
-    """And a history that tells another story than the checkpoint is noticed."""
+    """And a history, or an order of samples, that tells another story is noticed."""
     config = configure(training__eval_interval=2, training__train_iters=4)
     pretrain()
     record = json.loads((state() / "iter_0000004" / "state.json").read_text())
     scalars = record["scalars"]
     assert RunConfig.model_validate(scalars["run_config"]) == config
-    assert scalars["data"] == {"consumed_samples": 32, "segment": 0}
+    assert scalars["data"] == {"consumed_samples": 32, "segment": 0, "draws": {"tiny": 32}}
     assert scalars["progress"]["consumed_samples"] == 32
     assert scalars["tokens_seen"] == 32 * 16
     assert scalars["metrics"] == {"rows": 4 + 2}
@@ -252,13 +230,76 @@ def test_a_checkpoint_says_all_that_a_run_is(project):
     history = state() / "history.jsonl"
     lines = history.read_text().splitlines(keepends=True)
     history.write_text("".join(lines[:-2]) + lines[-1].replace('"step": 4', '"step": 5'))
+    pretend(state() / "iter_0000004", draws={"tiny": 30, "gone": 2})
     configure(training__eval_interval=2, training__train_iters=6)
     out = pretrain()
+    assert "had drawn {'tiny': 30, 'gone': 2} samples of the corpora" in out
     assert "history.jsonl differ: last step 4 and 3; consumed samples 32 and 24" in out
     assert "tokens seen 512 and 384; rows 6 and 5" in out
 
 
+def pretend(checkpoint, **data):
+    """Changes what a checkpoint says of its data, and its manifest with it."""
+    record = json.loads((checkpoint / "state.json").read_text())
+    record["scalars"]["data"] |= data
+    (checkpoint / "state.json").write_text(json.dumps(record))
+    text = (checkpoint / "state.json").read_bytes()
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    digest = hashlib.sha256(text).hexdigest()
+    manifest["files"]["state.json"] = {"bytes": len(text), "sha256": digest}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_tokens_that_are_not_those_of_the_configuration_are_refused(project):
-    changed = json.loads(Path("data/tokens/manifest.json").read_text()) | {"bin_sha256": "1"}
-    Path("data/tokens/manifest.json").write_text(json.dumps(changed))
-    assert "sha256 of the .bin 1 instead of 0" in pretrain("refused")
+    path = Path("data/tokens/tiny") / MANIFEST_FILE
+    manifest = TokensManifest.load(path)
+    part = manifest.parts[0].model_copy(update={"bin_sha256": "1"})
+    manifest.model_copy(update={"parts": (part,)}).write(path)
+    assert "sha256 of the tokens 1 instead of" in pretrain("refused")
+
+
+ONE_PHASE = {
+    "corpora": ("tiny", "other"),
+    "data__blend": {"tiny": 1},
+    "data__validation": ["tiny", "other"],
+    "schedule__decay": "constant",
+    "model__max_position_embeddings": 32,
+    "training__eval_interval": 4,
+    "training__train_iters": 4,
+}
+LONGER = {
+    "from_samples": 32,
+    "seq_length": 32,
+    "micro_batch_size": 1,
+    "blend": {"tiny": 1, "other": 3},
+}
+
+
+def test_a_run_that_gets_a_phase_goes_on_and_is_the_run_that_had_it_from_the_start(project):
+    """Other weights, longer samples: nothing is trained twice, and not one bit differs."""
+    configure(**ONE_PHASE)
+    assert "32 samples were read up to step 4: tiny 32 (100.0%)" in pretrain()
+    first, before = losses(), state()
+    phases = ONE_PHASE | {"data__phases": [LONGER], "training__train_iters": 8}
+    config = configure(**phases)
+    out = pretrain()
+    assert f"phases were added to the run of {before}" in out
+    assert "continuing from iteration 4 of 8" in out
+    assert "differ" not in out
+    whole, model = losses(), weights()
+    assert (whole[:4], len(whole)) == (first, 8)
+    assert [int(each) for each in column("consumed_tokens")[3:5]] == [32 * 16, 32 * 16 + 8 * 32]
+    (after,) = set(Path("state").iterdir()) - {before}
+    record = json.loads((after / "state.json").read_text())
+    assert record["began_from"] == {"state": before.name, "iteration": 4}
+    scalars = json.loads((after / "iter_0000008" / "state.json").read_text())["scalars"]
+    drawn = SampleOrder.of_phases(config.data.phases, config.training.seed).draws_before(64)
+    assert scalars["data"]["draws"] == dict(zip(("other", "tiny"), drawn, strict=True))
+    assert (scalars["data"]["segment"], scalars["tokens_seen"]) == (1, 32 * 16 + 32 * 32)
+    assert f"64 samples were read up to step 8: other {drawn[0]} (" in out
+    heading = Path("results/validation.csv").read_text().splitlines()[0]
+    assert heading.endswith("tokens,loss/tiny,loss/other")
+
+    Path("state").rename("state-that-went-on")
+    assert "phases were added" not in pretrain()
+    assert (losses(), weights()) == (whole, model)

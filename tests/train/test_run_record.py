@@ -100,8 +100,8 @@ def test_what_changes_during_a_run_is_recorded_as_it_began(
     assert (record["code_sha256"], record["adopted"]) == ("code-2", adopted)
     assert record["layout"] == {"data": 2}
     assert str(record["started"]) <= str(record["ended"])
-    fields = "format command started ended fingerprint layout code_sha256 adopted data environment"
-    fields += " python packages machine git params"
+    fields = "format command started ended fingerprint layout code_sha256 adopted began_from data"
+    fields += " environment python packages machine git params"
     assert set(record) == set(fields.split())
 
 

@@ -31,8 +31,7 @@ MOMENTS = {
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "tokens").mkdir(parents=True)
-    write_tokens(tmp_path / "data" / "tokens")
+    write_tokens(tmp_path / "data" / "tokens" / "tiny")
     save_tiny(tmp_path / "data" / "tokenizer", 300)
     (tmp_path / "params.yaml").write_text((ROOT / "params.yaml").read_text())
     (tmp_path / "lib").mkdir()

@@ -13,7 +13,7 @@ _MOMENTS = ("start", "step 1", "step 5", "validation", "step 6")
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
+def manifest(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
@@ -50,14 +50,14 @@ def streams(parts):
     return {"default": torch.get_rng_state(), "shard": None if stream is None else stream.state}
 
 
-def states_of(prefix, ranks, **changes):
-    config = tiny_config(prefix, **_DROPOUT, training__eval_interval=100, **changes)
+def states_of(manifest, ranks, **changes):
+    config = tiny_config(manifest, **_DROPOUT, training__eval_interval=100, **changes)
     return dict(run_on_ranks(ranks, streams_on_rank, config.to_json(), timeout=120))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_ranks_share_the_default_stream_and_no_other(prefix, sequence):
-    found = states_of(prefix, 2, parallel__tensor=2, parallel__sequence=sequence)
+def test_tensor_ranks_share_the_default_stream_and_no_other(manifest, sequence):
+    found = states_of(manifest, 2, parallel__tensor=2, parallel__sequence=sequence)
     one, other = found[0, 0, 0], found[0, 0, 1]
     for moment in _MOMENTS:
         assert torch.equal(one[moment]["default"], other[moment]["default"]), moment
@@ -73,12 +73,14 @@ def test_tensor_ranks_share_the_default_stream_and_no_other(prefix, sequence):
         assert not torch.equal(rank["validation"]["shard"], rank["step 6"]["shard"])
 
 
-def test_copies_of_the_model_and_stages_draw_other_numbers(prefix):
+def test_copies_of_the_model_and_stages_draw_other_numbers(manifest):
     """And each stream of a tensor rank is its own among all ranks."""
-    found = states_of(prefix, 4, parallel__tensor=2, parallel__data=2)
+    found = states_of(manifest, 4, parallel__tensor=2, parallel__data=2)
     found |= {
         (1, *place[1:]): states
-        for place, states in states_of(prefix, 4, parallel__tensor=2, parallel__pipeline=2).items()
+        for place, states in states_of(
+            manifest, 4, parallel__tensor=2, parallel__pipeline=2
+        ).items()
         if place[0] == 1
     }
     assert len(found) == 6
@@ -88,8 +90,8 @@ def test_copies_of_the_model_and_stages_draw_other_numbers(prefix):
         assert (len(default), len(shard)) == (3, 6), moment
 
 
-def test_one_rank_has_the_default_stream_only(prefix):
-    ((_, states),) = states_of(prefix, 1).items()
+def test_one_rank_has_the_default_stream_only(manifest):
+    ((_, states),) = states_of(manifest, 1).items()
     assert all(states[moment]["shard"] is None for moment in _MOMENTS)
 
 
@@ -98,15 +100,15 @@ def test_one_rank_has_the_default_stream_only(prefix):
     [(1, {}), (2, {"parallel__tensor": 2}), (2, {"parallel__pipeline": 2})],
     ids=["alone", "tensor", "pipeline"],
 )
-def test_reading_ahead_changes_no_loss(prefix, ranks, layout):
+def test_reading_ahead_changes_no_loss(manifest, ranks, layout):
     """B31: who reads data, and how far ahead, has no part in the random numbers."""
-    config = tiny_config(prefix, **_DROPOUT, **layout)
+    config = tiny_config(manifest, **_DROPOUT, **layout)
     runs = [
         run_on_ranks(ranks, run_with_prefetch, config.to_json(), count, timeout=120)[0]
         for count in (0, 1, 5)
     ]
     assert runs[0] == runs[1] == runs[2]
-    plain = tiny_config(prefix, **layout).to_json()
+    plain = tiny_config(manifest, **layout).to_json()
     assert run_on_ranks(ranks, run_with_prefetch, plain, 0, timeout=120)[0] != runs[0]
 
 

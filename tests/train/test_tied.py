@@ -13,7 +13,7 @@ _TABLE, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
+def manifest(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
@@ -47,9 +47,9 @@ def tables_of(parts):
     return {name: held[name] for name in (_TABLE, _OUTPUT) if name in held}
 
 
-def train(prefix, ranks, **changes):
+def train(manifest, ranks, **changes):
     base = {"precision__compute": "fp64", "optimizer__weight_decay": 0.3, "model__init_std": 0.1}
-    config = tiny_config(prefix, **(base | changes))
+    config = tiny_config(manifest, **(base | changes))
     return run_on_ranks(ranks, train_on_rank, config.to_json(), timeout=120)
 
 
@@ -70,11 +70,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_copies_stay_the_same_bits_and_are_the_table_of_one_rank(prefix, name):
+def test_copies_stay_the_same_bits_and_are_the_table_of_one_rank(manifest, name):
     size, layout = LAYOUTS[name]
     model = {key: value for key, value in layout.items() if key.startswith("model")}
-    (alone,) = train(prefix, 1, **model)
-    ranks = train(prefix, size, **layout)
+    (alone,) = train(manifest, 1, **model)
+    ranks = train(manifest, size, **layout)
     first, last = ends(ranks, 2)
     assert list(first["tables"][0]) == list(last["tables"][0]) == [_TABLE]
     for one, other, truth in zip(first["tables"], last["tables"], alone["tables"], strict=True):
@@ -89,17 +89,17 @@ def test_copies_stay_the_same_bits_and_are_the_table_of_one_rank(prefix, name):
     assert _TABLE not in last["own"]
 
 
-def test_bf16_copies_stay_the_same_bits(prefix):
-    ranks = train(prefix, 2, precision__compute="bf16", parallel__pipeline=2)
+def test_bf16_copies_stay_the_same_bits(manifest):
+    ranks = train(manifest, 2, precision__compute="bf16", parallel__pipeline=2)
     for one, other in zip(ranks[0]["tables"], ranks[1]["tables"], strict=True):
         assert torch.equal(one[_TABLE], other[_TABLE])
     moved = ranks[0]["tables"][0][_TABLE] - ranks[0]["tables"][-1][_TABLE]
     assert moved.ne(0).any()
 
 
-def test_untied_tables_are_two(prefix):
-    (alone,) = train(prefix, 1, model__tie_embeddings=False)
-    first, last = ends(train(prefix, 2, model__tie_embeddings=False, parallel__pipeline=2), 2)
+def test_untied_tables_are_two(manifest):
+    (alone,) = train(manifest, 1, model__tie_embeddings=False)
+    first, last = ends(train(manifest, 2, model__tie_embeddings=False, parallel__pipeline=2), 2)
     assert list(first["tables"][0]) == [_TABLE]
     assert list(last["tables"][0]) == [_OUTPUT]
     assert _OUTPUT in last["own"]

@@ -1,10 +1,12 @@
 """A tiny training run on the ranks of a test: random tokens, two layers, the real parts."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from lib.config.data_section import DataSection
 from lib.config.launch_plan import layout_for
 from lib.config.operation import CheckpointConfig, RuntimeConfig
 from lib.config.run_config import Params, RunConfig, resolve
@@ -17,21 +19,28 @@ from lib.config.schema import (
     TrainingSection,
 )
 from lib.parallel.storage import local
-from lib.train.comparison import facts_of, random_corpus
 from lib.train.loop import Hooks, train
+from lib.train.random_tokens import describe_tokens, random_corpus
 from lib.train.setup import build_training
 from lib.train.step import Progress
 
 VOCABULARY = 300
 
 
-def write_tokens(folder: Path) -> Path:
-    """A corpus of 40 documents of random tokens."""
-    return random_corpus(folder, VOCABULARY, documents=40)
+def write_tokens(folder: Path, seed: int = 7) -> Path:
+    """A corpus of 40 documents of random tokens; gives the path of its manifest."""
+    return random_corpus(folder, VOCABULARY, documents=40, seed=seed)
 
 
-def tiny_config(prefix: Path, **changes: object) -> RunConfig:
-    """A run of 6 steps; ``changes`` are "section.key" written with two underscores."""
+def tiny_config(manifests: Path | Mapping[str, Path], **changes: object) -> RunConfig:
+    """A run of 6 steps.
+
+    Args:
+        manifests: of one corpus, or of several by name.
+        **changes: keys of sections, "section.key" written with two underscores.
+    """
+    if isinstance(manifests, Path):
+        manifests = {"tiny": manifests}
     sections: dict[str, dict[str, object]] = {
         "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
         "precision": {},
@@ -48,6 +57,7 @@ def tiny_config(prefix: Path, **changes: object) -> RunConfig:
             "eval_iters": 2,
         },
         "checkpoint": {},
+        "data": {},
     }
     for name, value in changes.items():
         section, key = name.split("__")
@@ -60,9 +70,10 @@ def tiny_config(prefix: Path, **changes: object) -> RunConfig:
         ScheduleSection(**sections["schedule"]),
         TrainingSection(**sections["training"]),
         CheckpointConfig(**sections["checkpoint"]),
+        DataSection(**sections["data"]),
+        tuple(manifests),
     )
-    training = params.training
-    return resolve(params, facts_of(prefix, VOCABULARY, training.split, training.seq_length))
+    return resolve(params, describe_tokens(manifests, params))
 
 
 def build_tiny(config_text: str, **runtime: object):

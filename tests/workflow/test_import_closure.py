@@ -51,7 +51,7 @@ def test_real_workflow_misses_any_dep_that_is_taken_away(tmp_path: Path) -> None
     numbers = [
         number
         for number, line in enumerate(lines)
-        if line.startswith(("      - stages/", "      - lib/", "      - kernels"))
+        if line.lstrip().startswith(("- stages/", "- lib/", "- kernels"))
     ]
     assert len(numbers) > 100
     unnoticed = []

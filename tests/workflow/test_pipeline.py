@@ -1,4 +1,4 @@
-"""What reruns what: the real pipeline with tiny parameters, changed in one way after another.
+"""What reruns what: the real pipeline, tiny and on two corpora, changed in one way after another.
 
 One scratch copy serves all tests, in the order in which they stand; each leaves it up to date.
 """
@@ -25,15 +25,23 @@ from lib.workflow.scratch import (
 pytestmark = pytest.mark.xdist_group("project")
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ["download_corpus", "prepare_tokenizer", "tokenize_corpus", "validate_config"]
-STAGES += ["pretrain", "evaluate", "export_model"]
 TRAINED = ["validate_config", "pretrain", "evaluate", "export_model"]
+DOWNLOADS, TOKENS = (
+    [f"{stage}@{name}" for name in ("stdlib", "own")]
+    for stage in ("download_corpus", "tokenize_corpus")
+)
+OWN = "{source: files, paths: [own.jsonl], deduplicate: false}"
+TWO_CORPORA = f"corpora: {{stdlib: {{}}, own: {OWN}}}\n"
 
 
 @pytest.fixture(scope="module")
 def project() -> Iterator[Path]:
     with scratch_copy(ROOT) as copy:
         apply_preset(copy, "smoke")
+        texts = [path.read_text() for path in sorted((copy / "lib").rglob("*.py"))[:80]]
+        lines = [json.dumps({"text": text}) + "\n" for text in texts if text]
+        (copy / "own.jsonl").write_text("".join(lines))
+        set_params(copy, TWO_CORPORA)
         yield copy
 
 
@@ -64,7 +72,10 @@ def changed_stages(project: Path) -> set[str]:
 def test_life_of_a_project(
     project: Path, first_run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert first_run == STAGES
+    assert set(first_run[:2]) == set(DOWNLOADS)
+    assert first_run[2] == "prepare_tokenizer"
+    assert set(first_run[3:5]) == set(TOKENS)
+    assert first_run[5:] == TRAINED
     weights = project / "model" / "model.safetensors"
     original = sha256_of(weights)
 
@@ -95,10 +106,24 @@ def test_life_of_a_project(
     assert run_pipeline(project).stages == ["evaluate", "export_model"]
 
 
+def test_corpora_come_and_go(project: Path, first_run: list[str]) -> None:
+    """DVC leaves the folders of a corpus that is gone: whoever reads all of them must run again."""
+    assert first_run
+    set_params(project, "corpora: {stdlib: {}}\n")
+    assert changed_stages(project) == {"prepare_tokenizer", "validate_config"}
+    set_params(project, TWO_CORPORA.replace("false", "true"))
+    changed = changed_stages(project)
+    assert "download_corpus@own" in changed
+    assert not [name for name in changed if name.endswith("@stdlib")]
+    set_params(project, TWO_CORPORA)
+    assert changed_stages(project) == set()
+
+
 def test_big_data_is_on_disk_once(project: Path, first_run: list[str]) -> None:
     """Outputs are hard links into DVC's cache."""
     assert first_run
-    for name in ("data/tokens/corpus_text_document.bin", "data/raw/corpus-00000.jsonl.zst"):
+    tokens, text = "data/tokens/stdlib/corpus_text_document.bin", "data/raw/stdlib/corpus-00000"
+    for name in (tokens, f"{text}.jsonl.zst"):
         assert (project / name).stat().st_nlink > 1
     assert (project / "model" / "model.safetensors").stat().st_nlink > 1
 
@@ -120,4 +145,4 @@ def test_lost_output_comes_back_from_the_cache(project: Path, first_run: list[st
     assert first_run
     shutil.rmtree(project / "data" / "tokens")
     assert run_pipeline(project).stages == []
-    assert (project / "data" / "tokens" / "manifest.json").is_file()
+    assert (project / "data" / "tokens" / "stdlib" / "manifest.json").is_file()

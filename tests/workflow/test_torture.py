@@ -149,7 +149,7 @@ def test_weights_and_validation_that_differ_are_named() -> None:
 
 
 def test_samples_of_a_step_are_its_own() -> None:
-    order = SampleOrder(100, seed=1)
+    order = SampleOrder.of_one(100, 1, "stdlib")
     digests_of = [
         samples_of({"consumed_samples": str(8 * step), "global_batch_size": "8"}, order)
         for step in range(1, 30)

@@ -6,7 +6,10 @@ from typing import Any
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES: dict[str, dict[str, Any]] = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
+WORKFLOW: dict[str, dict[str, Any]] = YAML(typ="safe").load(ROOT / "dvc.yaml")["stages"]
+# One instance for each corpus: their definition stands under `do`.
+PER_CORPUS = [name for name, stage in WORKFLOW.items() if stage.get("foreach") == "${corpora}"]
+STAGES = {name: stage.get("do", stage) for name, stage in WORKFLOW.items()}
 PARAMS: dict[str, Any] = YAML(typ="safe").load(ROOT / "params.yaml")
 
 
@@ -15,14 +18,29 @@ def test_order_and_commands() -> None:
     expected = ["download_corpus", "prepare_tokenizer", "tokenize_corpus", "validate_config"]
     expected += ["pretrain", "evaluate", "export_model"]
     assert list(STAGES) == expected
+    assert PER_CORPUS == ["download_corpus", "tokenize_corpus"]
     for name, stage in STAGES.items():
-        assert stage["cmd"] == f"exec python -m stages.{name}"
+        option = " --corpus ${key}" if name in PER_CORPUS else ""
+        assert stage["cmd"] == f"exec python -m stages.{name}{option}"
         assert stage["desc"]
 
 
+def test_a_stage_of_each_corpus_touches_its_own_folders_only() -> None:
+    for name in PER_CORPUS:
+        data = [dep for dep in STAGES[name]["deps"] if dep.startswith("data/")]
+        assert {*data, *STAGES[name]["outs"]} <= {"data/tokenizer"} | {
+            f"data/{folder}/${{key}}" for folder in ("raw", "tokens")
+        }
+
+
 def test_params_are_whole_sections_and_each_has_one_reader() -> None:
+    """But corpora: whoever reads the folders of all of them must know which these are."""
     readers = [section for stage in STAGES.values() for section in stage.get("params", [])]
-    assert sorted(readers) == sorted(set(PARAMS) - {"launch", "runtime"})
+    assert STAGES["download_corpus"]["params"] == ["corpora.${key}"]
+    once = [section for section in readers if not section.startswith("corpora")]
+    assert sorted(once) == sorted(set(PARAMS) - {"corpora", "launch", "runtime"})
+    for name in ("prepare_tokenizer", "validate_config"):  # DVC leaves what no corpus is any more
+        assert "corpora" in STAGES[name]["params"]
 
 
 def test_outs_keep_the_run_cache() -> None:
