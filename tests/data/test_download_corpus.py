@@ -114,7 +114,10 @@ def test_several_corpora_have_a_folder_each(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, said)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.layouts) for n in (signal.SIGTERM, signal.SIGINT))],
+)
 def test_killed_download_goes_on_in_the_next_run(tmp_path: Path, number: signal.Signals) -> None:
     hold = threading.Event()
     with serving(Site(CONTENT, hold=hold)) as site:

@@ -33,7 +33,7 @@ LONG = (
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(text=LONG, piece=st.integers(1, 6))
 @example(text="it's we'll 's'll 'sss don't\n\n  x  \n y", piece=3)
 @example(text="!!!!!!\n\n\n    \n   x\n", piece=2)
@@ -52,7 +52,7 @@ def test_pieces_give_the_ids_of_the_whole(kind, text, piece):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(text=st.text(alphabet="ab  \u2581\n\u4e16", max_size=40), piece=st.integers(1, 6))
 @example(text="  a", piece=1)
 @example(text="a </s> b", piece=2)

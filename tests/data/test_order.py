@@ -60,7 +60,7 @@ def assert_epochs(samples, size):
 # One corpus
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     num_samples=st.integers(1, 10_000),
     seed=st.integers(0, 2**63 - 1),
@@ -118,7 +118,7 @@ def test_known_values():
 # Several corpora and segments
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(), st.integers(0, 6000), st.integers(0, 2**63 - 1))
 def test_every_corpus_is_read_epoch_by_epoch_through_all_changes_of_weights(segments, end, seed):
     """Nothing is lost and nothing comes twice before all else has come once."""
@@ -130,7 +130,7 @@ def test_every_corpus_is_read_epoch_by_epoch_through_all_changes_of_weights(segm
     assert order.draws_before(end) == tuple(counts)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(lengths=(8, 16)))
 def test_a_new_sequence_length_begins_a_new_pass(segments):
     order = order_of(segments)
@@ -157,7 +157,7 @@ def test_passes_of_one_length_have_unrelated_orders():
     assert order.draws_before(3500) == (3500,)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(lengths=(8, 16)), st.data())
 def test_the_shares_of_a_segment_are_exact_at_the_ends_of_its_blocks(segments, data):
     order = order_of(segments)
@@ -173,7 +173,7 @@ def test_the_shares_of_a_segment_are_exact_at_the_ends_of_its_blocks(segments, d
         assert abs(high - low - share * length) < 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(lengths=(8, 16)), st.lists(st.integers(0, 3500), max_size=50))
 def test_what_is_read_depends_on_the_position_alone(segments, positions):
     """In any order, any number at once, in any shape, by a longer run or a shorter one."""
@@ -187,7 +187,7 @@ def test_what_is_read_depends_on_the_position_alone(segments, positions):
         np.testing.assert_array_equal(found.sample, whole.sample[shaped])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(lengths=(8, 16), most=5), st.data())
 def test_later_segments_leave_what_was_read(segments, data):
     kept = data.draw(st.integers(1, len(segments)))
@@ -241,7 +241,7 @@ def test_corpora_of_one_size_have_unrelated_orders():
         assert (first == second).sum() <= 12
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments_of(), st.integers(1, 3400))
 def test_a_segment_that_changes_nothing_changes_nothing(segments, start):
     """A phase that only changes the micro batch, say."""

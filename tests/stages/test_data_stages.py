@@ -146,7 +146,12 @@ def test_damaged_corpus_publishes_nothing(folder, name):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    ("number", "status"),
+    [
+        (signal.SIGKILL, -9),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.layouts),
+    ],
 )
 def test_stopping_the_stage_leaves_no_process_and_no_output(tmp_path, number, status):
     write_raw(tmp_path / "data/raw/web", ["some words of text, " * 1000] * 2000)

@@ -284,7 +284,7 @@ def run_command(folder, *arguments):
     )
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp16", marks=pytest.mark.layouts)])
 def test_the_command_compares_the_layout_of_the_file(tmp_path, precision):
     phases = "[{from_samples: 160, seq_length: 256}]"
     apart = {"eod_in_loss": "false", "positions": "document", "phases": phases}

@@ -101,7 +101,7 @@ def test_stop_signal_saves_on_every_rank(start: Callable[..., Toy], number: int)
 @pytest.mark.parametrize(
     ("whom", "number"),
     [
-        ("torchrun", signal.SIGTERM),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.layouts),
         ("everyone", signal.SIGTERM),
         pytest.param("everyone", signal.SIGUSR1, marks=pytest.mark.layouts),
     ],

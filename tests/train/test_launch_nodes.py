@@ -61,6 +61,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., list[Toy]]]:
         toy.end()
 
 
+@pytest.mark.layouts
 def test_node_rank_decides_the_ranks(start: Callable[..., list[Toy]]) -> None:
     second, first = start("environment", "environment", ranks=(1, 0), processes=(2, 2))
     assert [second.finish()[0], first.finish()[0]] == [0, 0]
@@ -104,6 +105,7 @@ def test_stop_on_one_node_saves_on_all(
     assert toys[1].nobody_left()
 
 
+@pytest.mark.layouts
 def test_users_error_on_one_node_is_one_line_on_each(start: Callable[..., list[Toy]]) -> None:
     first, second = start("error_of_rank_1", "error_of_rank_1", **QUICK)
     text = "data/tokens: the index is missing; run tokenize_corpus"
