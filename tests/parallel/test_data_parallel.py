@@ -133,8 +133,15 @@ def assert_trained_alike(ranks, name, *, rtol, atol):
             torch.testing.assert_close(rank_weights[key].double(), value, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "data", "tensor"),
+    [
+        *((name, 1, 1) for name in sorted(CONFIGS)),
+        ("gpt2", 2, 2),
+        ("qwen", 2, 2),
+        pytest.param("llama", 2, 2, marks=pytest.mark.layouts),
+    ],
+)
 def test_float64_training_is_exact_in_every_layout(name, data, tensor):
     args = (name, tensor, 2, torch.float64, torch.float64)
     ranks = run_on_ranks(data * tensor, train_on_rank, *args)

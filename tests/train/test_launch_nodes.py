@@ -243,6 +243,7 @@ def two_networks() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
+@pytest.mark.layouts
 def test_two_networks(two_networks: list[str], tmp_path: Path) -> None:
     toys = []
     for node, name in enumerate(two_networks):

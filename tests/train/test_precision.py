@@ -134,7 +134,7 @@ def test_every_layout_skips_the_same_steps_at_the_same_scales(manifest, ranks, l
     ],
     ids=["floor", "fixed"],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.layouts)])
 def test_a_scale_that_cannot_fall_stops_the_run(manifest, ranks, scales, remedy):
     """B37."""
     with pytest.raises(AssertionError) as caught:

@@ -97,7 +97,11 @@ def test_one_rank_has_the_default_stream_only(manifest):
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, {}), (2, {"parallel__tensor": 2}), (2, {"parallel__pipeline": 2})],
+    [
+        (1, {}),
+        (2, {"parallel__tensor": 2}),
+        pytest.param(2, {"parallel__pipeline": 2}, marks=pytest.mark.layouts),
+    ],
     ids=["alone", "tensor", "pipeline"],
 )
 def test_reading_ahead_changes_no_loss(manifest, ranks, layout):

@@ -30,7 +30,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = Length(steps=40, save_interval=8)
 BLOWS = [
     Blow(moment="save", target="rank", signal="KILL", count=2, fraction=0.0),
-    Blow(moment="publish", target="everyone", signal="KILL"),
 ]
 
 
@@ -40,14 +39,13 @@ def test_short_torture_loses_nothing() -> None:
         truth = leave_alone(prepared)
         account = torture(prepared, BLOWS, truth, in_the_end=lambda _scene: [])
     assert account.faults == []
-    assert [hit.blow.target for hit in account.hits] == ["rank", "everyone"]
-    killed, publishing = account.hits
+    assert [hit.blow.target for hit in account.hits] == ["rank"]
+    (killed,) = account.hits
     assert (killed.status, killed.reached >= 2 * SHORT.save_interval) == (1, True)
     # On a busy machine the save may be over before the kill: then that checkpoint is found.
     most = 2 * SHORT.save_interval if killed.while_saving else SHORT.save_interval
     assert killed.lost is not None
     assert 0 <= killed.lost <= most
-    assert publishing.reached == SHORT.steps
     assert account.resumes >= 1
 
 
