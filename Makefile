@@ -48,8 +48,7 @@ types: setup ## checks types
 	pyrefly check
 
 test: setup ## runs the tests that need no GPU
-	@# Three workers for two cores: half of the time tests wait for processes that they started.
-	OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadgroup -m "not gpu and not multi_gpu and not layouts" \
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadgroup -m "not gpu and not multi_gpu and not layouts" \
 		--ignore tests/layouts
 	@# Alone: beside other work, up to 8 ranks wait for each other's turn at every collective.
 	OMP_NUM_THREADS=1 python -m pytest -m "not layouts" tests/layouts

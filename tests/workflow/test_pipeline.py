@@ -69,6 +69,7 @@ def changed_stages(project: Path) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+@pytest.mark.timeout(900)  # three minutes on two free cores; waits for busy ones
 def test_life_of_a_project(
     project: Path, first_run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
