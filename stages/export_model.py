@@ -1,15 +1,14 @@
 """Stage: writes the published model in the form that other programs load."""
 
-import json
 from pathlib import Path
 
 import click
 
+from lib.checkpoint.json_object import read_json_object
 from lib.cli import stage_command
 from lib.config.operation import ExportConfig
 from lib.config.params_file import read_params
 from lib.console import say
-from lib.errors import UserError
 
 _MODEL = Path("model")
 _FIGURES = Path("results/train.json")
@@ -55,13 +54,7 @@ def read_figures(path: Path) -> dict[str, object]:
     Raises:
         UserError: the file is missing or damaged.
     """
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); run: dvc repro pretrain") from None
-    if not isinstance(figures, dict):
-        raise UserError(f"{path}: no mapping of figures; run: dvc repro pretrain")
-    return figures
+    return read_json_object(path, "run: dvc repro pretrain")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What an export is made of: a published model, or a checkpoint of a run and its tokenizer."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lib.checkpoint import directory as folders
 from lib.checkpoint.as_model import is_checkpoint, read_checkpoint_model
+from lib.checkpoint.json_object import read_json_object
 from lib.checkpoint.published import RUN_CONFIG, RUN_RECORD, read_model
 from lib.config.run_config import RunConfig
 from lib.data.tokenizer import TOKENIZER_FILE, TextTokenizer, load_tokenizer
@@ -82,26 +82,15 @@ def read_export_source(folder: Path, data_tokenizer: Path) -> ExportSource:
             f"{tokenizer_folder / TOKENIZER_FILE}: is not the tokenizer that the model of {folder} "
             "was trained with; bring that one back (dvc checkout, or dvc repro prepare_tokenizer)"
         )
-    content = _read_json(tokenizer_folder / TOKENIZER_FILE)
+    content = read_json_object(tokenizer_folder / TOKENIZER_FILE, "publish the model again")
     return ExportSource(config, tensors, tokenizer, content, origin)
 
 
 def _read_published(folder: Path) -> tuple[RunConfig, dict[str, Tensor], Origin]:
     config, tensors = read_model(folder)
-    record = _read_json(folder / RUN_RECORD)
+    record = read_json_object(folder / RUN_RECORD, "publish the model again")
     commit, git = "unknown", record.get("git")
     if git is not None:
         commit = git["commit"] + (", with uncommitted changes" if git["dirty"] else "")
     origin = Origin(str(record.get("fingerprint")), config.derived.train_tokens, commit)
     return config, tensors, origin
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); publish the model again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: is no JSON object; publish the model again")
-    return content

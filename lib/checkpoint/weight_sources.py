@@ -4,7 +4,6 @@ Nothing of a source is ever run: tensors are read from safetensors (or from a ch
 files), configurations as JSON. Pickles are refused, Python files in the folder are not looked at.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from lib.checkpoint import directory as folders
 from lib.checkpoint import published
 from lib.checkpoint.as_model import is_checkpoint, read_checkpoint_model
 from lib.checkpoint.huggingface import from_huggingface
+from lib.checkpoint.json_object import read_json_object
 from lib.config.initial_weights import WEIGHTS_RECORD
 from lib.config.run_config import RunConfig
 from lib.config.schema import ModelConfig
@@ -119,7 +119,7 @@ def _with_tokenizer(source: Source, folder: Path) -> Source:
 
 def _read_huggingface(folder: Path) -> Source:
     """A folder as ``save_pretrained`` of transformers writes it."""
-    config = _read_object(folder / _CONFIG)
+    config = read_json_object(folder / _CONFIG, "fetch it again")
     state: dict[str, Tensor] = {}
     for file, names in _weight_files(folder).items():
         state |= _read_tensors(folder / file, names)
@@ -184,7 +184,7 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
 def _shards(folder: Path) -> dict[str, set[str] | None]:
     """The files that the index of a split model names, each with its tensors."""
     index = folder / _INDEX
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_json_object(index, "fetch it again").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: has no weight_map of tensors to files; fetch it again")
     shards: dict[str, set[str] | None] = {}
@@ -214,14 +214,3 @@ def _read_tensors(path: Path, names: set[str] | None) -> dict[str, Tensor]:
                 "quantised: fetch the original model"
             )
     return tensors
-
-
-def _read_object(path: Path) -> dict[str, object]:
-    """A file that holds one JSON object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); fetch it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: is no JSON object; fetch it again")
-    return content

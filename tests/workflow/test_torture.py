@@ -28,25 +28,34 @@ from stages.torture_run import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = Length(steps=40, save_interval=8)
-BLOWS = [
-    Blow(moment="save", target="rank", signal="KILL", count=2, fraction=0.0),
-]
+SAVING = Blow(moment="save", target="rank", signal="KILL", count=2, fraction=0.0)
+PAUSE = Blow(moment="step", target="rank", signal="STOP+CONT", through="dvc", fraction=0.6)
+PUBLISHING = Blow(moment="publish", target="everyone", signal="KILL")
 
 
 @pytest.mark.timeout(900)  # a minute on two free cores; waits for busy ones
-def test_short_torture_loses_nothing() -> None:
+@pytest.mark.parametrize(
+    "blows",
+    [[SAVING], pytest.param([SAVING, PAUSE, PUBLISHING], marks=pytest.mark.layouts)],
+    ids=["saving", "all"],
+)
+def test_short_torture_loses_nothing(blows: list[Blow]) -> None:
     with prepared_project(ROOT, SHORT) as prepared:
         truth = leave_alone(prepared)
-        account = torture(prepared, BLOWS, truth, in_the_end=lambda _scene: [])
+        account = torture(prepared, blows, truth, in_the_end=lambda _scene: [])
     assert account.faults == []
-    assert [hit.blow.target for hit in account.hits] == ["rank"]
-    (killed,) = account.hits
+    assert [hit.blow.target for hit in account.hits] == [blow.target for blow in blows]
+    killed, *others = account.hits
     assert (killed.status, killed.reached >= 2 * SHORT.save_interval) == (1, True)
     # On a busy machine the save may be over before the kill: then that checkpoint is found.
     most = 2 * SHORT.save_interval if killed.while_saving else SHORT.save_interval
     assert killed.lost is not None
     assert 0 <= killed.lost <= most
-    assert account.resumes >= 1
+    assert account.resumes >= (2 if others else 1)
+    if others:
+        paused, publishing = others
+        assert paused.status is None
+        assert publishing.reached == SHORT.steps
 
 
 def test_same_seed_same_blows() -> None:
