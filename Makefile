@@ -59,6 +59,7 @@ test-layouts: setup ## compares every layout of up to 8 processes with one, and 
 
 test-gpu: setup ## runs the tests that need one or more GPUs
 	python -m pytest -m "gpu or multi_gpu"
+	python -m pytest -m "not gpu" tests/kernels
 
 KILLS := 100
 torture: setup ## kills a training KILLS=100 times at random, spoils its disk; compares the end

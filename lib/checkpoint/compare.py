@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lib.checkpoint.fingerprint import difference, fingerprint, fingerprint_parts, leaves
 from lib.checkpoint.inspect import CheckpointFacts, TensorFacts, TensorReader
+from lib.checkpoint.state import attention_of
 from lib.config.data_facts import DataFacts
 from lib.config.data_section import blended_names, planned_phases, validation_names
 from lib.config.operation import LaunchConfig, RuntimeConfig
@@ -225,16 +226,19 @@ def _not_bit_for_bit(
         "parallel.sequence": parallel.sequence,
         "training.micro_batch_size": now.training.micro_batch_size,
         "launch.threads": launch.threads,
-        "runtime.attention": runtime.attention,
+        "runtime.attention": None if runtime.attention == "auto" else runtime.attention,
+        "runtime.kernels": runtime.kernels,
         "runtime.deterministic": runtime.deterministic,
         "torch": torch.__version__,
     }
     arithmetic = facts.scalar("arithmetic")
-    saved = dict(leaves(arithmetic)) if isinstance(arithmetic, Mapping) else {}
+    saved: dict[str, object] = {}
+    if isinstance(arithmetic, Mapping):
+        saved = dict(leaves(arithmetic)) | {"runtime.attention": attention_of(arithmetic)}
     return [
         f"{name} was {saved[name]}, would be {value}"
         for name, value in wanted.items()
-        if value is not None and name in saved and saved[name] != value
+        if value is not None and saved.get(name) is not None and saved[name] != value
     ]
 
 

@@ -24,7 +24,7 @@ Everything else is JSON, in the checkpoint's ``state.json`` under ``scalars``; a
     loss_scale       the scale and its counters
     random_streams   the rank grid and device on which the random tensors can be continued
     arithmetic       layout and choices that change the last digits of a step, measured ones
-                     (attention) included; a resume says which differ
+                     (attention) included; a resume takes these again and says which differ
     run_config       the whole run configuration
     versions         of Python and of each installed package
     git_commit       of the project; null outside git
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lib.checkpoint.metadata import RANK_PREFIX
+from lib.layers.attention import backend_name
 from lib.parallel.random import RandomStream
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -63,6 +64,16 @@ def training_tensors(
         for moment in _MOMENTS:
             tensors[f"optimizer.{moment}.{name}"] = optimizer.state[parameter][moment]
     return tensors
+
+
+def attention_of(arithmetic: Mapping[str, object]) -> str | None:
+    """The attention backend that a checkpoint's run was computed with; None if it does not say.
+
+    Args:
+        arithmetic: of its scalars. ``auto`` is of a time when that always was ``sdpa``.
+    """
+    name = arithmetic.get("runtime.attention")
+    return backend_name(name) if isinstance(name, str) else None
 
 
 def optimizer_scalars(optimizer: AdamW) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Typed sections of params.yaml that decide how a run is carried out and judged.
 
-Nothing here changes the weights of a step (``attention`` and ``deterministic`` aside, in the last
-digits): when to save, what to evaluate, on which processes to run.
+Nothing here changes the weights of a step (``attention``, ``kernels`` and ``deterministic``
+aside, in the last digits): when to save, what to evaluate, on which processes to run.
 """
 
 from typing import Annotated, Literal
@@ -154,9 +154,26 @@ class RuntimeConfig(Section):
     """Write checkpoints while training goes on. Takes host memory for a copy of the state (12
     bytes a parameter); where there is less, training waits for each save."""
 
-    attention: Literal["auto", "sdpa", "reference"] = "auto"
-    """Attention code: ``sdpa`` is torch's fused one, ``reference`` the plain formula (slow, for
-    comparison), ``auto`` the fastest that this machine has."""
+    attention: Literal[
+        "auto",
+        "cudnn",
+        "flash",
+        "efficient",
+        "flash_attn",
+        "flash_attn_4",
+        "sdpa",
+        "fused_softmax",
+        "reference",
+    ] = "auto"
+    """Attention code. ``auto`` times all that can serve on the GPU, takes the fastest, and again
+    the same at a resume; ``sdpa`` leaves the choice to torch, as ``auto`` does on a CPU. ``cudnn``,
+    ``flash`` and ``efficient`` are torch's kernels by name, ``flash_attn`` and ``flash_attn_4``
+    packages to be installed, ``fused_softmax`` two products and one kernel for any GPU,
+    ``reference`` the plain formula (slow, for comparison)."""
+
+    kernels: Literal["fused", "torch"] = "fused"
+    """Code of norms, activations, rotary positions and the loss: ``fused`` is one Triton kernel
+    each on a GPU (a CPU has none), ``torch`` torch's own operations (slower, for comparison)."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of kept: ``selective`` the attention's

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lib.checkpoint.published import read_model
 from lib.checkpoint.run_data import open_samples, require_tokens
@@ -27,6 +26,7 @@ from lib.layers.attention import attention_backend
 from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
 from lib.model.loss import SampleRules
 from lib.parallel.groups import ParallelGroups
+from lib.parallel.storage import named_parts
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,12 @@ def load_model(folder: Path) -> Evaluated:
         options=ModelOptions(attention_backend("auto")),
         part=whole_model(config.model),
     )
-    model.load_state_dict({name: _padded(model, name, tensors[name]) for name in tensors})
+    for name, part in named_parts(model):
+        value = tensors[name]
+        part.value.zero_()[: value.shape[0]] = value  # padding rows are not published
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device, COMPUTE_DTYPES[config.precision.compute]).eval()
     return Evaluated(config, load_tokenizer(folder), model)
-
-
-def _padded(model: GPTModel, name: str, value: Tensor) -> Tensor:
-    """Puts back the padding rows that a published vocabulary table lacks."""
-    rows = model.get_parameter(name).shape[0]
-    if rows == value.shape[0]:
-        return value
-    return torch.cat((value, value.new_zeros(rows - value.shape[0], *value.shape[1:])))
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,53 @@ With e the label smoothing (torch's definition: the target is (1 - e) one-hot pl
 w the weight of the z-loss (PaLM), which keeps log Z near zero. The gradient by logit_v is, with p
 the softmax, (1 + 2 w log Z) p_v - (1 - e) [v is the label] - e / V.
 
-The full logits exist on no rank. Three small reductions of [S, B] join the ranks: the maximum
-(for a stable exponential), what is subtracted of logits, and the sum of exponentials. The gradient
-is computed on the local slice, with no communication.
+The full logits exist on no rank, and no rank holds its own slice in fp32: each reads its slice once
+for some numbers of each row, the ranks join these by two small reductions, and backward writes the
+gradient over the slice, with no communication.
+
+    each rank, its columns    m, sum exp(logit - m), logit of the label, sum of logits    each [M]
+    MAX over the group        m
+    SUM over the group        sum of exp, rescaled to the joint m; logit of the label; sum of logits
 
 Padding columns (ids from ``vocab_size`` on, there so that the size is a multiple of 128) count
 as minus infinity and are no part of the mean, so the loss depends neither on how far the
 vocabulary is padded nor on how it is cut.
+
+Shape legend: S sequence, B batch, V this rank's slice of the padded vocabulary; in a slice, M = S B
+rows and C = V columns.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lib.layers.fused import runs_kernels
 from lib.parallel.collectives import all_reduce
 from lib.parallel.groups import Group
+
+_RowStatistics = Callable[[Tensor, Tensor, int, int], Tensor]
+_WriteGradient = Callable[[Tensor, Tensor, int, int, Tensor], None]
+
+# Elements of a slice that torch's operations take at once: 8 MiB in fp32, of which one operation
+# has at most two.
+_CHUNK = 2**21
+
+
+class LossTerms(TypedDict, total=False):
+    """What may be added to the plain cross entropy; nothing by default.
+
+    Attributes:
+        label_smoothing: probability mass spread evenly over the real vocabulary, in [0, 1].
+        z_loss: weight of the squared log-partition function.
+    """
+
+    label_smoothing: float
+    z_loss: float
 
 
 @dataclass(frozen=True)
@@ -33,61 +62,7 @@ class _Loss:
     group: Group
     label_smoothing: float
     z_loss: float
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any,  # noqa: ANN401
-        logits_SBV: Tensor,
-        labels_SB: Tensor,
-        loss: _Loss,
-    ) -> Tensor:
-        columns, group = logits_SBV.shape[-1], loss.group
-        first = group.rank * columns
-        real = min(max(0, loss.vocab_size - first), columns)
-        # An fp32 copy: exponentials replace it in place, the one large tensor kept for backward.
-        z_SBV = logits_SBV.to(torch.promote_types(logits_SBV.dtype, torch.float32), copy=True)
-        z_SBV[..., real:] = float("-inf")
-        max_SB = all_reduce(z_SBV.amax(-1), group, dist.ReduceOp.MAX)
-        z_SBV -= max_SB.unsqueeze(-1)
-        index_SB = labels_SB - first
-        elsewhere_SB = (index_SB < 0) | (index_SB >= columns)
-        index_SB = index_SB.masked_fill(elsewhere_SB, 0)
-        taken_SB = z_SBV.gather(-1, index_SB.unsqueeze(-1)).squeeze(-1)
-        taken_SB = taken_SB.masked_fill(elsewhere_SB, 0.0)
-        if loss.label_smoothing > 0.0:
-            taken_SB *= 1.0 - loss.label_smoothing
-            share = loss.label_smoothing / loss.vocab_size
-            taken_SB += z_SBV[..., :real].sum(-1) * share
-        taken_SB = all_reduce(taken_SB, group)
-        z_SBV.exp_()
-        total_SB = all_reduce(z_SBV.sum(-1), group)
-        log_total_SB = total_SB.log()
-        slope_SB: Tensor | None = None  # of the loss by log Z, where it is not 1
-        losses_SB = log_total_SB - taken_SB
-        if loss.z_loss > 0.0:
-            log_z_SB = max_SB + log_total_SB
-            losses_SB += loss.z_loss * log_z_SB.square()
-            slope_SB = 1.0 + 2.0 * loss.z_loss * log_z_SB
-        ctx.save_for_backward(z_SBV, total_SB, index_SB, elsewhere_SB, slope_SB)
-        ctx.logits_dtype, ctx.loss, ctx.real = logits_SBV.dtype, loss, real
-        return losses_SB
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        exp_SBV, total_SB, index_SB, elsewhere_SB, slope_SB = ctx.saved_tensors
-        loss: _Loss = ctx.loss
-        scale_SB = grads[0] if slope_SB is None else grads[0] * slope_SB
-        # One pass over the large tensor: the softmax's divisor goes with the incoming gradient.
-        grad_SBV = exp_SBV * (scale_SB / total_SB).unsqueeze(-1)
-        label_SB = grads[0].to(grad_SBV.dtype).masked_fill(elsewhere_SB, 0.0)
-        if loss.label_smoothing > 0.0:
-            share = loss.label_smoothing / loss.vocab_size
-            grad_SBV[..., : ctx.real] -= (grads[0] * share).unsqueeze(-1)
-            label_SB = label_SB * (1.0 - loss.label_smoothing)
-        grad_SBV.scatter_add_(-1, index_SB.unsqueeze(-1), -label_SB.unsqueeze(-1))
-        return grad_SBV.to(ctx.logits_dtype), None, None
+    fused: bool
 
 
 def vocab_parallel_cross_entropy(
@@ -96,21 +71,136 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     group: Group,
     *,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    fused: bool = True,
+    **terms: Unpack[LossTerms],
 ) -> Tensor:
     """Loss of every token.
+
+    Backward overwrites ``logits_SBV`` with its gradient, so the caller hands the logits over: they
+    are not to be read after backward, which can run once. Without a gradient they stay as they are.
 
     Args:
         logits_SBV: this rank's slice of the logits, [S, B, V_padded / T], any float dtype.
         labels_SB: global token ids, int64 [S, B], below ``vocab_size``.
         vocab_size: real vocabulary; later columns are padding.
         group: tensor-parallel group.
-        label_smoothing: probability mass spread evenly over the real vocabulary, in [0, 1].
-        z_loss: weight of the squared log-partition function.
+        fused: whether to use fused kernels where they run; else torch's operations.
+        **terms: ``label_smoothing`` and ``z_loss``.
 
     Returns:
         Losses in nats, at least fp32, [S, B], the same on every rank.
     """
-    loss = _Loss(vocab_size, group, label_smoothing, z_loss)
-    return _VocabParallelCrossEntropy.apply(logits_SBV, labels_SB, loss)
+    smoothing, z_loss = terms.get("label_smoothing", 0.0), terms.get("z_loss", 0.0)
+    loss = _Loss(vocab_size, group, smoothing, z_loss, fused)
+    logits_MC = logits_SBV.flatten(0, -2).contiguous()
+    losses_M: Tensor = _VocabParallelCrossEntropy.apply(logits_MC, labels_SB.flatten(), loss)
+    return losses_M.view(labels_SB.shape)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        logits_MC: Tensor,
+        labels_M: Tensor,
+        loss: _Loss,
+    ) -> Tensor:
+        columns, smoothing = logits_MC.shape[1], loss.label_smoothing
+        ctx.loss, ctx.first = loss, loss.group.rank * columns
+        ctx.real = min(max(0, loss.vocab_size - ctx.first), columns)
+        row_statistics, _ = _passes(logits_MC, fused=loss.fused)
+        statistics = row_statistics(logits_MC, labels_M, ctx.first, ctx.real)
+        max_M = all_reduce(statistics[0].clone(), loss.group, dist.ReduceOp.MAX)
+        # A rank without a real column gives 0 exp(-inf), that is nothing.
+        statistics[1] *= (statistics[0] - max_M).exp_()
+        sums = all_reduce(statistics[1 : 4 if smoothing > 0.0 else 3], loss.group)
+        log_total_M = sums[0].log()
+        # Differences of logits: of size one however large the logits are, so little is lost.
+        losses_M = log_total_M + (1.0 - smoothing) * (max_M - sums[1])
+        if smoothing > 0.0:
+            losses_M += smoothing * (max_M - sums[2] / loss.vocab_size)
+        factor_M = sums[0].reciprocal()
+        if loss.z_loss > 0.0:
+            log_z_M = max_M + log_total_M
+            losses_M += loss.z_loss * log_z_M.square()
+            factor_M *= 1.0 + 2.0 * loss.z_loss * log_z_M  # the slope of the loss by log Z
+        ctx.save_for_backward(logits_MC, labels_M, max_M, factor_M)
+        return losses_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        *grads: Tensor,
+    ) -> tuple[Tensor, None, None]:
+        logits_MC, labels_M, max_M, factor_M = ctx.saved_tensors
+        loss: _Loss = ctx.loss
+        smoothing, share = loss.label_smoothing, loss.label_smoothing / loss.vocab_size
+        weights_4M = torch.stack(
+            (max_M, grads[0] * factor_M, grads[0] * (1.0 - smoothing), grads[0] * share)
+        )
+        grad_MC = logits_MC.detach()  # the same memory
+        _, write_gradient = _passes(grad_MC, fused=loss.fused)
+        write_gradient(grad_MC, labels_M, ctx.first, ctx.real, weights_4M)
+        return grad_MC, None, None
+
+
+def _passes(logits: Tensor, *, fused: bool) -> tuple[_RowStatistics, _WriteGradient]:
+    """The two passes over a slice: kernels, or torch's operations."""
+    if fused and runs_kernels(logits):
+        from kernels.cross_entropy import row_statistics, write_gradient
+
+        return row_statistics, write_gradient
+    return _row_statistics, _write_gradient
+
+
+def _chunks(logits_MC: Tensor) -> Iterator[slice]:
+    """Rows to take at once."""
+    rows, columns = logits_MC.shape
+    step = max(1, _CHUNK // columns)
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _row_statistics(logits_MC: Tensor, labels_M: Tensor, first: int, real: int) -> Tensor:
+    """As ``kernels.cross_entropy.row_statistics``; at least fp32."""
+    dtype = torch.promote_types(logits_MC.dtype, torch.float32)
+    statistics = logits_MC.new_zeros((4, len(labels_M)), dtype=dtype)
+    maximum, exponentials, label_logit, plain = statistics
+    column, elsewhere = _place(labels_M, first, logits_MC.shape[1])
+    taken = logits_MC.gather(1, column).squeeze(1)
+    label_logit.copy_(taken.masked_fill_(elsewhere, 0.0))
+    if real == 0:
+        maximum.fill_(float("-inf"))
+        return statistics
+    for rows in _chunks(logits_MC):
+        logits = logits_MC[rows, :real]
+        maximum[rows] = logits.amax(1)
+        plain[rows] = logits.sum(1, dtype=dtype)
+        # A maximum of minus infinity would give the difference of two infinities.
+        shift = maximum[rows].masked_fill(maximum[rows] == float("-inf"), 0.0)
+        exponentials[rows] = (logits - shift.unsqueeze(1)).exp_().sum(1)
+    return statistics
+
+
+def _write_gradient(
+    logits_MC: Tensor, labels_M: Tensor, first: int, real: int, weights_4M: Tensor
+) -> None:
+    """As ``kernels.cross_entropy.write_gradient``."""
+    logits_MC[:, real:] = 0.0
+    if real == 0:
+        return
+    maximum, factor, label_weight, uniform_weight = weights_4M.unsqueeze(2)
+    column, elsewhere = _place(labels_M, first, real)
+    label_weight = label_weight.masked_fill(elsewhere.unsqueeze(1), 0.0)
+    for rows in _chunks(logits_MC):
+        gradient = (logits_MC[rows, :real] - maximum[rows]).exp_()
+        gradient.mul_(factor[rows]).sub_(uniform_weight[rows])
+        gradient.scatter_add_(1, column[rows], -label_weight[rows])
+        logits_MC[rows, :real] = gradient
+
+
+def _place(labels_M: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The column of each label, [M, 1], and whether another rank has it (then the first), [M]."""
+    column_M = labels_M - first
+    elsewhere_M = (column_M < 0) | (column_M >= columns)
+    return column_M.masked_fill(elsewhere_M, 0).unsqueeze(1), elsewhere_M

@@ -1,56 +1,59 @@
 """Tensor-parallel linear layers.
 
-Shape legend: S sequence, B batch, I input size, O output size, T tensor-parallel degree.
+Shape legend: S sequence, B batch, M their product, I input size, O output size, T tensor-parallel
+degree.
 
     ColumnParallelLinear   x_SBI  @ [W1 | W2 | ... | WT]^T   each rank: O/T columns of the output
     RowParallelLinear      [x1 | ... | xT] @ [W1; ...; WT]   each rank: a partial sum, then reduced
 
-A column-parallel layer may hold several weights ("parts") that read the same input, such as
-query, key and value: they share one collective in backward, and each keeps a name and a shape
-that do not depend on the layout.
+A column-parallel layer may hold several maps of the same input ("parts"), such as query, key and
+value. They are stored each under a name and with a shape that do not depend on the layout, and
+computed as one product.
 
 | tensor | column, local shape | row, local shape |
 |---|---|---|
 | weight | [O/T, I] | [O, I/T] |
-| bias | [O/T] | [O], added once after the reduction |
+| bias | [O/T] | [O], added on the first rank, before the reduction |
 | input | [S, B, I] | [S, B, I/T] |
 | output | [S, B, O/T] | [S, B, O] |
 
 Under sequence parallelism the column's input and the row's output are [S/T, B, ...]: the column
 gathers its input, and keeps for backward its own part only, to gather it again there.
 
-Backward of a column, with dy the gradients of the parts' outputs:
+Communication goes on beside products. Under sequence parallelism:
 
-    (start to gather x)                          sequence parallelism only
-    dx = sum over parts of dy_i @ W_i
-    start to sum dx over the ranks               all-reduce, or reduce-scatter
-    dW_i = dy_i^T @ x,  db_i = sum of dy_i       while the sum is under way
-    wait for dx
+    column forward   start to gather x; y of the own part; wait; y of the other parts
+    column backward  start to gather x; dx = dy @ W; start to sum and scatter dx; wait for x;
+                     dW += dy^T @ x; wait for dx
+    row forward      y of each other rank's part, sent off while the next is computed; y of the
+                     own part; add what was received
+    row backward     start to gather dy; dx of the own part; wait; dx of the other parts;
+                     dW += dy^T @ x
 
-Fewer blocks than ranks (key and value heads): ranks that share a block compute the same columns of
-the output from a weight that they hold whole, and each reads that output with its own query
-heads. So the gradients are partial sums again, and are summed over the ranks.
+Without it the row's output is summed at the end of forward, and the column's dx beside dW.
+
+Fewer blocks than ranks (key and value heads): ranks that share a block hold it whole, and each
+computes with the block that its own query heads read. So each has a part of the gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lib.layers.parameter_gradient import overwritable, product_gradient, sum_gradient
 from lib.parallel.collectives import (
     Pending,
-    copy_to_group,
-    gather_first_dim,
-    leave_tensor_parallel,
+    all_reduce,
+    exchange_parts,
     start_all_reduce,
     start_gather_first_dim,
     start_reduce_scatter_first_dim,
-    sum_partial_gradient,
 )
 from lib.parallel.groups import Group, ParallelGroups
-from lib.parallel.storage import local, replica, shard
+from lib.parallel.storage import Cut, replica, shard, stacked
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -58,131 +61,156 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The sum over parts of dy_i @ W_i, [S, B, I]."""
-    total = _rows(grads[0]) @ weights[0]
-    for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total.addmm_(_rows(grad), weight)
-    return total.view(*grads[0].shape[:-1], -1)
+def _gathered_product(
+    x: Tensor, multiply: Callable[[Tensor, Tensor], object], columns: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Gathers x along dimension 0 beside a product of each of its rows.
+
+    Args:
+        x: this rank's part, [S/T, B, I].
+        multiply: writes the product of some rows [M, I] into the second argument, [M, columns].
+        columns: of the result.
+        group: the ranks.
+
+    Returns:
+        The whole product, [S, B, columns], and the whole x, [S, B, I].
+    """
+    pending = start_gather_first_dim(x, group)
+    length = x.shape[0]
+    product = x.new_empty((length * group.size, x.shape[1], columns))
+    own = slice(group.rank * length, (group.rank + 1) * length)
+    multiply(_rows(x), _rows(product[own]))
+    whole = pending.wait()
+    for others in (slice(0, own.start), slice(own.stop, product.shape[0])):
+        if others.start < others.stop:
+            multiply(_rows(whole[others]), _rows(product[others]))
+    return product, whole
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """See the module's text; ``parameters`` are all weights, then all biases (or None)."""
+    """See the table in the module's text."""
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,  # noqa: ANN401
-        groups: ParallelGroups,
         x_SBI: Tensor,
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        parts = len(parameters) // 2
-        weights, biases = parameters[:parts], parameters[parts:]
-        ctx.groups = groups
-        ctx.save_for_backward(x_SBI, *weights)
-        if groups.sequence_parallel:
-            x_SBI = gather_first_dim(x_SBI, groups.tp)
-        return tuple(
-            F.linear(x_SBI, weight, bias)
-            for weight, bias in zip(weights, biases, strict=True)
-            if weight is not None
-        )
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: ParallelGroups,
+    ) -> Tensor:
+        ctx.save_for_backward(x_SBI)
+        ctx.weight, ctx.bias, ctx.groups = weight, bias, groups
+        if not groups.sequence_parallel:
+            return F.linear(x_SBI, weight, bias)
+
+        def multiply(x_MI: Tensor, y_MO: Tensor) -> None:
+            if bias is None:
+                torch.mm(x_MI, weight.t(), out=y_MO)
+            else:
+                torch.addmm(bias, x_MI, weight.t(), out=y_MO)
+
+        return _gathered_product(x_SBI, multiply, weight.shape[0], groups.tp)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x_SBI, *weights = ctx.saved_tensors
-        groups, parts = ctx.groups, len(weights)
-        _, wants_input, *wants = ctx.needs_input_grad
+        (x_SBI,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
+        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
         whole = Pending(x_SBI)
-        if groups.sequence_parallel and any(wants[:parts]):
+        if groups.sequence_parallel and wants_weight:
             whole = start_gather_first_dim(x_SBI, groups.tp)
         summed: Pending | None = None
         if wants_input:
-            partial = _input_gradient(grads, weights)
             start = start_reduce_scatter_first_dim if groups.sequence_parallel else start_all_reduce
-            summed = start(partial, groups.tp)
-        x_rows = _rows(whole.wait())
-        weight_grads = [
-            _rows(grad).t() @ x_rows if wanted else None
-            for grad, wanted in zip(grads, wants[:parts], strict=True)
-        ]
-        bias_grads = [
-            _rows(grad).sum(0) if wanted else None
-            for grad, wanted in zip(grads, wants[parts:], strict=True)
-        ]
-        input_grad = None if summed is None else summed.wait()
-        return None, input_grad, *weight_grads, *bias_grads
+            summed = start(grads[0] @ weight, groups.tp)
+        grad_MO = _rows(grads[0])
+        weight_grad = bias_grad = None
+        if wants_weight:
+            weight_grad = product_gradient(weight, grad_MO, _rows(whole.wait()))
+        if wants_bias:
+            bias_grad = sum_gradient(ctx.bias, grad_MO)
+        return None if summed is None else summed.wait(), weight_grad, bias_grad, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """See the table in the module's text."""
+
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        x_SBI: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: ParallelGroups,
+    ) -> Tensor:
+        ctx.save_for_backward(x_SBI)
+        ctx.weight, ctx.bias, ctx.groups = weight, bias, groups
+        added = bias if groups.tp.rank == 0 else None
+        if not groups.sequence_parallel:
+            return all_reduce(F.linear(x_SBI, weight, added), groups.tp)
+        parts = x_SBI.chunk(groups.tp.size)
+        return exchange_parts(lambda rank: F.linear(parts[rank], weight, added), groups.tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (x_SBI,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
+        _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        (grad_SBO,) = grads
+        if groups.sequence_parallel:
+
+            def multiply(grad_MO: Tensor, x_grad_MI: Tensor) -> None:
+                torch.mm(grad_MO, weight, out=x_grad_MI)
+
+            columns = weight.shape[1]
+            input_grad, grad_SBO = _gathered_product(grad_SBO, multiply, columns, groups.tp)
+        else:
+            input_grad = grad_SBO @ weight
+        grad_MO = _rows(grad_SBO)
+        weight_grad = bias_grad = None
+        if wants_weight:
+            weight_grad = product_gradient(weight, grad_MO, _rows(x_SBI))
+        if wants_bias:
+            bias_grad = sum_gradient(ctx.bias, grad_MO)
+        return input_grad, weight_grad, bias_grad, None
 
 
 def column_parallel(
-    x_SBI: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    groups: ParallelGroups,
-) -> tuple[Tensor, ...]:
-    """The local columns of several linear maps of one input.
+    x_SBI: Tensor, weight: Tensor, bias: Tensor | None, groups: ParallelGroups
+) -> Tensor:
+    """The local columns of a linear map.
 
     Args:
         x_SBI: [S, B, I], the same on every tensor-parallel rank; under sequence parallelism this
             rank's part [S/T, B, I].
-        weights: of each part, plain tensors [O, I].
-        biases: of each part, [O] or None.
+        weight: this rank's [O/T, I].
+        bias: this rank's [O/T], or None.
         groups: groups of this rank.
 
     Returns:
-        One [S, B, O] a part. Gradients of weights and biases are this rank's own.
+        [S, B, O/T].
     """
-    if groups.tp.size == 1:
-        pairs = zip(weights, biases, strict=True)
-        return tuple(F.linear(x_SBI, weight, bias) for weight, bias in pairs)
-    return _ColumnParallel.apply(groups, x_SBI, *weights, *biases)
+    return _ColumnParallel.apply(x_SBI, weight, bias, groups)
 
 
-class ColumnPart(nn.Module):
-    """Weight and bias of one output of a column-parallel layer.
-
-    Args:
-        input_size: I.
-        blocks: pieces of the output that no cut may divide, such as heads; the number of
-            tensor-parallel ranks divides it, or it divides that number.
-        block_size: columns of a block.
-        group: tensor-parallel group.
-        bias: whether there is a bias.
-    """
-
-    def __init__(
-        self, input_size: int, blocks: int, block_size: int, group: Group, *, bias: bool
-    ) -> None:
-        super().__init__()
-        self.group = group
-        self.shared_rows: slice | None = None
-        shape = (blocks * block_size, input_size)
-        if blocks % group.size == 0:
-            self.weight = shard(shape, 0, group)
-            self.bias = shard(shape[:1], 0, group) if bias else None
-        else:
-            assert group.size % blocks == 0
-            self.weight = replica(shape, group)
-            self.bias = replica(shape[:1], group) if bias else None
-            first = group.rank * blocks // group.size * block_size
-            self.shared_rows = slice(first, first + block_size)
-
-    def rows(self, parameter: Tensor) -> Tensor:
-        """What this rank computes with, of its weight or bias."""
-        if self.shared_rows is None:
-            return local(parameter)
-        return copy_to_group(local(parameter), self.group)[self.shared_rows]
+def _columns(shape: tuple[int, ...], blocks: int, group: Group) -> Cut:
+    """How ranks share an output of whole blocks; its first dimension is the output's."""
+    if blocks % group.size == 0:
+        return Cut(shape, 0, group)
+    assert group.size % blocks == 0
+    block_size = shape[0] // blocks
+    first = group.rank * blocks // group.size * block_size
+    return Cut(shape, None, group, used=slice(first, first + block_size), sums_gradient=True)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Several linear maps of one input, their outputs cut over the tensor-parallel group.
+    """Linear maps of one input, their outputs cut over the tensor-parallel group.
 
     Args:
         input_size: I.
-        parts: by name the output as (blocks, block_size), for heads (number, head dimension);
-            see ``ColumnPart``.
+        parts: by name the output as (blocks, block_size): pieces that no cut may divide, for
+            heads (number, head dimension). The number of ranks divides the number of blocks, or
+            is a multiple of it.
         groups: groups of this rank.
-        bias: whether each part has a bias.
+        bias: whether there are biases.
     """
 
     def __init__(
@@ -195,28 +223,31 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.groups = groups
-        self.names = tuple(parts)
-        for name, (blocks, block_size) in parts.items():
-            part = ColumnPart(input_size, blocks, block_size, groups.tp, bias=bias)
-            self.add_module(name, part)
+        weights = {
+            name: _columns((blocks * size, input_size), blocks, groups.tp)
+            for name, (blocks, size) in parts.items()
+        }
+        self.weight = overwritable(stacked(weights))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = stacked(
+                {
+                    name: _columns((blocks * size,), blocks, groups.tp)
+                    for name, (blocks, size) in parts.items()
+                }
+            )
 
-    def forward(self, x_SBI: Tensor) -> tuple[Tensor, ...]:
-        """The parts' local outputs, in their order.
+    def forward(self, x_SBI: Tensor) -> Tensor:
+        """The parts' local outputs side by side.
 
         Args:
             x_SBI: [S, B, I], or under sequence parallelism [S/T, B, I].
 
         Returns:
-            One [S, B, O/T] a part; [S, B, block_size] for one of fewer blocks than ranks.
+            [S, B, sum of the parts' columns]: O/T of each, ``block_size`` of one of fewer blocks
+            than ranks.
         """
-        weights: list[Tensor] = []
-        biases: list[Tensor | None] = []
-        for name in self.names:
-            part = self.get_submodule(name)
-            assert isinstance(part, ColumnPart)
-            weights.append(part.rows(part.weight))
-            biases.append(None if part.bias is None else part.rows(part.bias))
-        return column_parallel(x_SBI, weights, biases, self.groups)
+        return column_parallel(x_SBI, self.weight, self.bias, self.groups)
 
 
 class RowParallelLinear(nn.Module):
@@ -234,12 +265,9 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.groups = groups
-        self.weight = shard((output_size, input_size), 1, groups.tp)
+        self.weight = overwritable(shard((output_size, input_size), 1, groups.tp))
         self.bias = replica((output_size,), groups.tp) if bias else None
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Maps the local [S, B, I/T] to [S, B, O], or [S/T, B, O] under sequence parallelism."""
-        y_SBO = leave_tensor_parallel(F.linear(x_SBI, local(self.weight)), self.groups)
-        if self.bias is None:
-            return y_SBO
-        return y_SBO + sum_partial_gradient(local(self.bias), self.groups)
+        return _RowParallel.apply(x_SBI, self.weight, self.bias, self.groups)

@@ -19,8 +19,10 @@ from lib.layers.dropout import Dropout
 from lib.layers.embedding import OutputLayer, PositionEmbedding, VocabParallelEmbedding
 from lib.layers.norm import build_norm
 from lib.layers.rotary import Rotary
-from lib.model.recompute import Recompute, recomputed_attention, run_layers
+from lib.model.attention import Sequences
+from lib.model.recompute import Recompute, joined, recomputed_attention, run_layers
 from lib.model.transformer_layer import TransformerLayer
+from lib.parallel.data_parallel import Unit
 from lib.parallel.groups import ParallelGroups
 
 COMPUTE_DTYPES = {
@@ -69,11 +71,13 @@ class ModelOptions:
         core: core attention, see ``lib.layers.attention``.
         recompute: what the backward pass computes again.
         loss_terms: what training adds to the cross entropy.
+        fused: whether to use the fused kernels where they can run (``lib.layers.fused``).
     """
 
     core: CoreAttention
     recompute: Recompute = field(default_factory=Recompute)
     loss_terms: LossTerms = field(default_factory=LossTerms)
+    fused: bool = True
 
 
 def whole_model(config: ModelConfig) -> StageSlice:
@@ -84,10 +88,19 @@ def whole_model(config: ModelConfig) -> StageSlice:
 class Embedding(nn.Module):
     """Token embeddings plus learned positions (none with rotary positions), then dropout."""
 
-    def __init__(self, config: ModelConfig, padded_vocab_size: int, groups: ParallelGroups) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        padded_vocab_size: int,
+        groups: ParallelGroups,
+        *,
+        fused: bool = True,
+    ) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.word_embeddings = VocabParallelEmbedding(padded_vocab_size, hidden, groups)
+        self.word_embeddings = VocabParallelEmbedding(
+            padded_vocab_size, hidden, groups, fused=fused
+        )
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding == "learned":
             self.position_embeddings = PositionEmbedding(
@@ -128,24 +141,34 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.group = groups.tp
+        self.groups = groups
         self.part = part
         self.recompute = options.recompute
         self.loss_terms = options.loss_terms
-        self.embedding = Embedding(config, padded_vocab_size, groups) if part.first else None
-        rotary = None
+        self.fused = options.fused
+        self.embedding: Embedding | None = None
+        if part.first:
+            self.embedding = Embedding(config, padded_vocab_size, groups, fused=options.fused)
+        self.rotary: Rotary | None = None
         if config.position_embedding == "rope":
-            rotary = Rotary(config.head_dim, config.rope_theta)
+            self.rotary = Rotary(config.head_dim, config.rope_theta)
         core = recomputed_attention(options.core, options.recompute)
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, groups, core, rotary) for number in part.layers}
+            {
+                str(number): TransformerLayer(config, groups, core, fused=options.fused)
+                for number in part.layers
+            }
         )
         self.final_layernorm = self.output_layer = None
         # A chunk that holds both ends shares one tied table; the last of several has a copy.
         self.has_tied_copy = part.last and not part.first and config.tie_embeddings
         if part.last:
             self.final_layernorm = build_norm(
-                config.normalization, config.hidden_size, config.norm_epsilon, groups
+                config.normalization,
+                config.hidden_size,
+                config.norm_epsilon,
+                groups,
+                fused=options.fused,
             )
             self.output_layer = OutputLayer(
                 padded_vocab_size,
@@ -157,6 +180,17 @@ class GPTModel(nn.Module):
     def global_name(self, name: str) -> str:
         """A parameter's name in the whole model: a copy of the tied table has the table's."""
         return WORD_EMBEDDINGS if self.has_tied_copy and name == _OUTPUT else name
+
+    def units(self) -> list[Unit]:
+        """What data parallelism gathers and reduces together, in the order of the forward pass.
+
+        The ends last: a tied table serves both.
+        """
+        layers = [Unit((layer,), lasts=False) for layer in self.layers.values()]
+        first = [] if self.embedding is None else [Unit((self.embedding,), lasts=True)]
+        if self.final_layernorm is None or self.output_layer is None:
+            return first + layers
+        return [*first, *layers, Unit((self.final_layernorm, self.output_layer), lasts=True)]
 
     def forward(
         self,
@@ -180,11 +214,13 @@ class GPTModel(nn.Module):
         """
         positions_SB = None if layout is None else layout.positions_SB
         x_SBH = inputs if self.embedding is None else self.embedding(inputs, positions_SB)
-        x_SBH = run_layers(list(self.layers.values()), x_SBH, layout, self.recompute)
+        sequences = self._sequences(x_SBH, layout)
+        hidden = run_layers(list(self.layers.values()), x_SBH, sequences, self.recompute)
         if self.output_layer is None or self.final_layernorm is None:
-            return x_SBH
+            return joined(hidden)
         tied_weight = None if self.embedding is None else self.embedding.word_embeddings.weight
-        logits_SBV = self.output_layer(self.final_layernorm(x_SBH), tied_weight)
+        _, x_SBH = self.final_layernorm(*hidden)
+        logits_SBV = self.output_layer(x_SBH, tied_weight)
         if labels_SB is None:
             return logits_SBV
         terms = self.loss_terms if self.training else LossTerms()
@@ -192,7 +228,18 @@ class GPTModel(nn.Module):
             logits_SBV,
             labels_SB,
             self.vocab_size,
-            self.group,
+            self.groups.tp,
             label_smoothing=terms.label_smoothing,
             z_loss=terms.z_loss,
+            fused=self.fused,
         )
+
+    def _sequences(self, x_SBH: Tensor, layout: DocumentLayout | None) -> Sequences:
+        """What attention is told; the table of a micro batch is made once for all layers."""
+        layout = DocumentLayout() if layout is None else layout
+        if self.rotary is None:
+            return Sequences(None, layout.documents)
+        cut = self.groups.tp.size if self.groups.sequence_parallel else 1
+        length = x_SBH.shape[0] * cut
+        table = self.rotary.table(length, x_SBH.device, layout.positions_SB)
+        return Sequences(table, layout.documents)

@@ -25,7 +25,7 @@ from torch import Tensor
 from lib.config.schema import ModelConfig
 from lib.model.gpt import GPTModel
 from lib.parallel.random import named_generator
-from lib.parallel.storage import Cut, cut_of
+from lib.parallel.storage import Cut, named_parts
 
 _OUTPUT_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY_TABLES = ("word_embeddings.weight", "output_layer.weight")
@@ -99,7 +99,7 @@ def initial_parts(
 @torch.no_grad()
 def initialize(model: GPTModel, config: ModelConfig, *, vocab_size: int, seed: int) -> None:
     """Fills every parameter of a model that is not sharded yet with its initial value."""
-    parameters = {model.global_name(name): value for name, value in model.named_parameters()}
-    cuts = {name: cut_of(value) for name, value in parameters.items()}
-    for name, part in initial_parts(cuts, config, vocab_size=vocab_size, seed=seed):
-        parameters[name].copy_(part)
+    parts = {model.global_name(name): part for name, part in named_parts(model)}
+    cuts = {name: part.cut for name, part in parts.items()}
+    for name, held in initial_parts(cuts, config, vocab_size=vocab_size, seed=seed):
+        parts[name].value.copy_(cuts[name].used_of(held))

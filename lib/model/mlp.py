@@ -11,10 +11,11 @@ from lib.parallel.groups import ParallelGroups
 class MLP(nn.Module):
     """[S, B, H] to [S, B, H] through the feed-forward width, gated or not."""
 
-    def __init__(self, config: ModelConfig, groups: ParallelGroups) -> None:
+    def __init__(self, config: ModelConfig, groups: ParallelGroups, *, fused: bool) -> None:
         super().__init__()
-        parts = ("gate", "up") if config.activation == "swiglu" else ("up",)
-        self.activation = {"swiglu": swiglu, "gelu": gelu}[config.activation]
+        self.is_gated = config.activation == "swiglu"
+        self.fused = fused
+        parts = ("gate", "up") if self.is_gated else ("up",)
         hidden, wide = config.hidden_size, config.ffn_hidden_size
         self.linear_fc1 = ColumnParallelLinear(
             hidden, dict.fromkeys(parts, (wide, 1)), groups, bias=config.bias
@@ -23,4 +24,5 @@ class MLP(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Applies the layer to every token on its own."""
-        return self.linear_fc2(self.activation(*self.linear_fc1(x_SBH)))
+        wide = self.linear_fc1(x_SBH)
+        return self.linear_fc2(swiglu(wide, fused=self.fused) if self.is_gated else gelu(wide))

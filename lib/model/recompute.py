@@ -15,14 +15,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lib.layers.attention import CoreAttention
-from lib.layers.documents import DocumentLayout, Documents
+from lib.layers.documents import Documents
+from lib.model.attention import Sequences
+from lib.model.transformer_layer import Hidden
 from lib.parallel.random import RandomStream
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,32 @@ def recomputed_attention(core: CoreAttention, recompute: Recompute) -> CoreAtten
 def run_layers(
     layers: Sequence[nn.Module],
     x_SBH: Tensor,
-    layout: DocumentLayout | None,
+    sequences: Sequences,
     recompute: Recompute,
-) -> Tensor:
-    """Runs layers one after another, each mapping [S, B, H] and the layout to [S, B, H]."""
+) -> Hidden:
+    """Runs layers one after another.
+
+    Args:
+        layers: each maps a stream, a branch and the sequences to a stream and a branch.
+        x_SBH: what the first one gets.
+        sequences: what attention is told of them.
+        recompute: what is computed again.
+
+    Returns:
+        The last layer's stream and branch; without layers the input, and None.
+    """
+    hidden: Hidden = x_SBH, None
     for group, again in _groups(layers, recompute):
-        run = partial(_in_turn, group, layout)
-        x_SBH = _checkpoint(run, recompute, x_SBH) if again else run(x_SBH)
-    return x_SBH
+        run = partial(_in_turn, group, sequences)
+        # One tensor is kept of each group that is computed again, so the pair becomes one.
+        hidden = _checkpoint(run, recompute, joined(hidden), None) if again else run(*hidden)
+    return hidden
+
+
+def joined(hidden: Hidden) -> Tensor:
+    """The hidden states of a pair as one tensor."""
+    stream_SBH, branch_SBH = hidden
+    return stream_SBH if branch_SBH is None else stream_SBH + branch_SBH
 
 
 def _groups(
@@ -76,17 +98,22 @@ def _groups(
     return [*(((layer,), True) for layer in layers[:size]), (layers[size:], False)]
 
 
-def _in_turn(layers: Sequence[nn.Module], layout: DocumentLayout | None, x_SBH: Tensor) -> Tensor:
+def _in_turn(
+    layers: Sequence[nn.Module],
+    sequences: Sequences,
+    stream_SBH: Tensor,
+    branch_SBH: Tensor | None,
+) -> Hidden:
     for layer in layers:
-        x_SBH = layer(x_SBH, layout)
-    return x_SBH
+        stream_SBH, branch_SBH = layer(stream_SBH, branch_SBH, sequences)
+    return stream_SBH, branch_SBH
 
 
 def _checkpoint(
-    function: Callable[..., Tensor],
+    function: Callable[..., _Result],
     recompute: Recompute,
     *inputs: Tensor | float | Documents | None,
-) -> Tensor:
+) -> _Result:
     # checkpoint() replays the default streams only; the other one is replayed here.
     return checkpoint(
         function,

@@ -1,7 +1,7 @@
-"""The global gradient norm, clipping by it, and taking the loss scale off, in one pass.
+"""The global gradient norm, clipping by it, and taking the loss scale off.
 
     norm  = sqrt(sum over all parameters of |g|^2) / loss_scale
-    g     = g / loss_scale * min(1, max_norm / (norm + 1e-6))
+    g     = g / (loss_scale * max(1, (norm + 1e-6) / max_norm))
 
 where ``g`` is what the backward pass left, the gradient of loss_scale times the loss.
 
@@ -12,7 +12,6 @@ finite exactly where a gradient is not, in every layout and at every loss scale.
 once over all ranks, which so agree on an overflow without asking.
 """
 
-import math
 from collections.abc import Iterable, Set
 
 import torch
@@ -29,41 +28,46 @@ NO_COPIES: frozenset[nn.Parameter] = frozenset()
 
 
 @torch.no_grad()
-def clip_gradients(
+def squared_norm(
     parameters: Iterable[nn.Parameter],
-    max_norm: float,
     groups: ParallelGroups,
     *,
     copies: Set[nn.Parameter] = NO_COPIES,
-    loss_scale: float = 1.0,
-) -> float:
-    """Unscales all gradients and scales them so that their global norm is at most ``max_norm``.
-
-    Gradients are left alone if the norm is not finite: the caller skips the step.
+) -> Tensor:
+    """The sum of the squares of all gradients, as the backward pass left them.
 
     Args:
         parameters: this rank's parameters, gradients complete.
-        max_norm: the limit; 0 clips nothing.
         groups: of this rank; all ranks of ``groups.world`` must call.
         copies: those of the parameters that count on another pipeline stage.
-        loss_scale: the factor that the gradients hold.
 
     Returns:
-        The norm of the unscaled gradient before clipping, the same on every rank.
+        A float64 scalar on the parameters' device, which the host has not waited for, the same on
+        every rank; not finite if any gradient is not.
     """
     held = list(parameters)
     found = [(p, p.grad) for p in held if p.grad is not None]
     gradients = [local(gradient) for _, gradient in found]
     counts = [p not in copies and counts_here(gradient) for p, gradient in found]
     squared = _sum_of_squares(gradients, counts, device_of(held, groups.world))
-    norm = math.sqrt(all_reduce(squared, groups.world).item()) / loss_scale
-    if not math.isfinite(norm):
-        return norm
-    factor = min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0
-    factor /= loss_scale
-    if gradients and factor != 1.0:
-        torch._foreach_mul_(gradients, factor)
-    return norm
+    return all_reduce(squared, groups.world)
+
+
+def clipping_divisor(squared: Tensor, max_norm: float, loss_scale: float) -> Tensor:
+    """What gradients are to be divided by: unscales them, and limits their norm.
+
+    Args:
+        squared: from ``squared_norm``.
+        max_norm: the limit of the unscaled gradient's norm; 0 clips nothing.
+        loss_scale: the factor that the gradients hold.
+
+    Returns:
+        A scalar of the same dtype and device; of no use where ``squared`` is not finite.
+    """
+    if max_norm <= 0:
+        return torch.full_like(squared, loss_scale)
+    norm = squared.sqrt() / loss_scale
+    return ((norm + _EPSILON) / max_norm).clamp(min=1.0) * loss_scale
 
 
 def counts_here(gradient: Tensor) -> bool:
@@ -90,10 +94,15 @@ def device_of(parameters: Iterable[nn.Parameter], group: Group) -> torch.device:
 
 def _sum_of_squares(gradients: list[Tensor], counts: list[bool], device: torch.device) -> Tensor:
     """A float64 scalar; infinite or NaN if any gradient is, even one that does not count."""
-    filled = [place for place, gradient in enumerate(gradients) if gradient.numel()]
-    if not filled:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    tensors = [gradients[place] for place in filled]
-    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))
-    counted = torch.tensor([counts[place] for place in filled]).to(device)
-    return norms.square().where(counted | ~norms.isfinite(), 0.0).sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for does_count in (True, False):
+        chosen = [
+            gradient
+            for gradient, counted in zip(gradients, counts, strict=True)
+            if counted is does_count and gradient.numel()
+        ]
+        if chosen:
+            norms = torch.stack(torch._foreach_norm(chosen, 2, dtype=torch.float64))
+            counted = norms.square() if does_count else norms.where(~norms.isfinite(), 0.0)
+            total += counted.sum()
+    return total

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from lib.parallel.storage import local
+
 
 def decays(parameter: torch.Tensor) -> bool:
     """Whether weight decay applies: to matrices, never to norm weights or biases."""
@@ -62,3 +64,30 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Sets the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+@torch.no_grad()
+def update(optimizer: AdamW, divisor: torch.Tensor, skips: torch.Tensor) -> None:
+    """Takes one step with all gradients divided, unless it is to be skipped.
+
+    The host knows of neither yet. torch's fused kernel takes both, as from its own GradScaler; a
+    skipped step leaves weights, moments and the number of steps as they were.
+
+    Args:
+        optimizer: from ``build_optimizer``.
+        divisor: a scalar on the parameters' device.
+        skips: whether to skip, a bool scalar there.
+    """
+    gradients = [
+        local(p.grad)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    if any(gradient.dtype == torch.float64 for gradient in gradients):
+        torch._foreach_div_(gradients, divisor.double())  # the kernel's divisor is fp32
+    else:
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = skips.float()  # type: ignore[attr-defined]
+    optimizer.step()

@@ -1,20 +1,16 @@
 """Collectives with their gradients; here a group of one process makes each the identity.
 
-Tensor parallelism rests on conjugate pairs (Megatron's mappings): the first two lines for
-activations that every rank holds whole, the third for those cut along dimension 0 (sequence
-parallelism):
+A tensor-parallel layer leaves partial sums on its ranks. What becomes of them, and of the gradient
+(Megatron's mappings), for activations that every rank holds whole, and for those cut along
+dimension 0 (sequence parallelism):
 
 | function | forward | backward |
 |---|---|---|
-| copy_to_group | identity | sum over the group |
 | reduce_from_group | sum over the group | identity |
 | reduce_scatter_to_sequence | sum, each rank keeps its part | join the parts |
 
-A column-parallel layer enters through the first of a pair (each rank's gradient of the shared
-input is a partial sum), a row-parallel layer leaves through the second (each rank's output is a
-partial sum). The partner of the third line, which joins the parts, is in the column-parallel
-layer itself: its backward goes on beside a product (``lib.layers.linear``). In a group of one
-process every function here returns its input, so no caller branches.
+Linear layers do the same by the raw collectives, beside their products (``lib.layers.linear``). In
+a group of one process every function here returns its input, so no caller branches.
 
 The raw collectives have no gradient. Those named ``start_`` return at once, so that work goes on
 beside them.
@@ -76,12 +72,15 @@ def _gather(x: Tensor, group: Group, *, asynchronous: bool) -> Pending:
     return Pending(whole, work)
 
 
-def _reduce_scatter(x: Tensor, group: Group, *, asynchronous: bool) -> Pending:
+def _reduce_scatter(
+    x: Tensor, group: Group, part: Tensor | None = None, *, asynchronous: bool
+) -> Pending:
     if group.size == 1:
         return Pending(x)
     assert x.shape[0] % group.size == 0
     x = x.contiguous()
-    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    if part is None:
+        part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     _announce("reduce_scatter", x, group)
     work = _REDUCE_SCATTER(part, x, group=group.process_group, async_op=asynchronous)
     return Pending(part, work)
@@ -112,24 +111,40 @@ def start_gather_first_dim(x: Tensor, group: Group) -> Pending:
     return _gather(x, group, asynchronous=True)
 
 
-def start_reduce_scatter_first_dim(x: Tensor, group: Group) -> Pending:
-    """Starts ``reduce_scatter_first_dim``; ``x`` is not to be changed before ``wait``."""
-    return _reduce_scatter(x, group, asynchronous=True)
+def start_reduce_scatter_first_dim(x: Tensor, group: Group, part: Tensor | None = None) -> Pending:
+    """Starts ``reduce_scatter_first_dim``; ``x`` is not to be changed before ``wait``.
+
+    The result is written into ``part`` if there is one and the group has several ranks.
+    """
+    return _reduce_scatter(x, group, part, asynchronous=True)
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(  # pyrefly: ignore[bad-override]
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        group: Group,
-    ) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def exchange_parts(compute: Callable[[int], Tensor], group: Group) -> Tensor:
+    """This rank's part of a sum over the group, whose terms are computed part by part.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+    What ``reduce_scatter_first_dim`` gives, but each part is on its way to the rank that it
+    belongs to while the next one is computed; the own part, which goes nowhere, comes last.
+
+    Args:
+        compute: gives this rank's term of the part of a rank, all of one shape.
+        group: the ranks that sum.
+    """
+    arriving: list[Pending] = []
+    for step in range(1, group.size):
+        to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
+        leaving = compute(to)
+        sent, received = [0] * group.size, [0] * group.size
+        sent[to] = received[source] = leaving.shape[0]
+        part = torch.empty_like(leaving)
+        _announce("exchange", leaving, group)
+        work = dist.all_to_all_single(
+            part, leaving, received, sent, group=group.process_group, async_op=True
+        )
+        arriving.append(Pending(part, work))
+    total = compute(group.rank)
+    for pending in arriving:
+        total += pending.wait()
+    return total
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -161,11 +176,6 @@ class _ReduceScatterToSequence(torch.autograd.Function):
         return gather_first_dim(grads[0], ctx.group), None
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Identity whose gradient is summed over the group. Any shape and dtype."""
-    return x if group.size == 1 else _CopyToGroup.apply(x, group)
-
-
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Sum over the group whose gradient passes unchanged. Any shape and dtype."""
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
@@ -189,17 +199,3 @@ def leave_tensor_parallel(x: Tensor, groups: ParallelGroups) -> Tensor:
     if groups.sequence_parallel:
         return reduce_scatter_to_sequence(x, groups.tp)
     return reduce_from_group(x, groups.tp)
-
-
-def sum_partial_gradient(parameter: Tensor, groups: ParallelGroups) -> Tensor:
-    """A parameter that every tensor-parallel rank holds whole, to use between layers.
-
-    Under sequence parallelism each rank feeds it its own part of the sequence and so gets a part
-    of its gradient: the gradient is summed, or the ranks' copies would drift apart. Without, each
-    rank has the whole gradient already.
-
-    Args:
-        parameter: the plain tensor, see ``lib.parallel.storage.local``.
-        groups: groups of this rank.
-    """
-    return copy_to_group(parameter, groups.tp) if groups.sequence_parallel else parameter

@@ -1,7 +1,8 @@
-"""Data parallelism by ``fully_shard``: what is sharded, in which precision, and when reduced.
+"""Data parallelism: when parameters are gathered and gradients reduced.
 
-The parameters that ``fully_shard`` keeps are the master weights, fp32 or wider: each use casts
-them to the compute dtype. Gradients of a step's micro batches are added up in fp32 or wider.
+The masters (``lib.parallel.masters``) are fp32 or wider and sharded; layers compute with copies of
+them in the compute dtype, and gradients of a step's micro batches are added up in fp32 or wider
+(``lib.parallel.compute_block``).
 
 | sharding | parameters | gradients | communication of a step with m micro batches |
 |---|---|---|---|
@@ -11,88 +12,235 @@ them to the compute dtype. Gradients of a step's micro batches are added up in f
 
 Master weights and moments are sharded in all three. On a grid with replicas the shards' gradients
 are summed over the replicas as well.
+
+Collectives go on beside the work: gathers of a step all start before its first forward (for each
+use: the next layer's while this one computes), and a layer's gradients are reduced while backward
+goes on to the layers before it. What a layer's module is told of this are two identities in the
+graph, at its input and at its output, put there by hooks; where one rank holds everything, there
+is nothing to tell and there are no hooks.
 """
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+
+from lib.parallel.collectives import all_reduce
+from lib.parallel.compute_block import Block, BlockPlan
+from lib.parallel.groups import ParallelGroups
+from lib.parallel.storage import Part
 
 Sharding = Literal["optimizer", "gradients", "parameters"]
+Neighbours = tuple[Block | None, Block | None]  # the next one of a forward pass, of a backward pass
 
 
-def shard_data_parallel(
-    model: nn.Module,
-    blocks: Iterable[nn.Module],
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    sharding: Sharding = "optimizer",
-) -> None:
-    """Shards a model's parameters, gradients and optimizer over the data-parallel mesh.
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered and reduced together.
+
+    Attributes:
+        modules: in the order in which they are called.
+        lasts: whether the parameters stay for a whole step in any case, because others compute
+            with them too, or they are few.
+    """
+
+    modules: tuple[nn.Module, ...]
+    lasts: bool
+
+
+class DataParallel:
+    """Keeps the parameters that this rank's chunks of the model compute with.
 
     Args:
-        model: the whole model, or one chunk of it; changed in place.
-        blocks: submodules gathered and reduced one by one, so that communication overlaps.
-        mesh: one-dimensional data-parallel mesh, or (replicas, shards).
+        chunks: the units of each chunk, in the order of the forward pass.
+        parts: the stored parameters that the units hold, by global name.
+        masters: by the same names, from ``lib.parallel.masters.create_masters``.
         compute_dtype: dtype of parameters and activations in forward and backward.
+        groups: of this rank.
         sharding: what is sharded between uses.
     """
-    # At least fp32: bf16 sums lose small gradients (256 + 1 = 256).
-    reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    again = sharding == "parameters"
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the tokens of the whole batch: gradients add up.
-            # As a plain sum, since gloo knows no other that takes a factor.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[Unit]],
+        parts: Mapping[str, Part],
+        masters: Mapping[str, nn.Parameter],
+        compute_dtype: torch.dtype,
+        groups: ParallelGroups,
+        sharding: Sharding,
+    ) -> None:
+        self._tp = groups.tp
+        # A rank that holds all masters has no memory to save.
+        kept = sharding if groups.shards.size > 1 else "optimizer"
+        self._reduces_each = kept != "optimizer"
+        self._in_backward = self._reduces = False
+        self._chunks: list[list[Block]] = []
+        for units in chunks:
+            self._chunks.append([])
+            for unit in units:
+                plan = BlockPlan(
+                    compute_dtype,
+                    groups.shards,
+                    groups.replicas,
+                    frees_values=kept == "parameters" and not unit.lasts,
+                    frees_gradients=self._reduces_each,
+                    lasts=unit.lasts,
+                )
+                owners = {owner for module in unit.modules for owner in module.modules()}
+                held = {name: part for name, part in parts.items() if part.owner in owners}
+                self._chunks[-1].append(Block(held, masters, plan))
+            if groups.dp.size > 1:
+                self._put_hooks(units, self._chunks[-1])
+
+    @property
+    def _blocks(self) -> list[Block]:
+        return [block for blocks in self._chunks for block in blocks]
+
+    def start(self, *, trains: bool) -> None:
+        """Before any forward of a step or of a validation: the masters may have changed.
+
+        Args:
+            trains: whether backwards follow, so that gradients begin at zero.
+        """
+        for block in self._blocks:
+            block.start(trains=trains)
+
+    def before_backward(self, chunk: int, *, is_last: bool) -> None:
+        """Before each backward of a chunk.
+
+        Args:
+            chunk: its place among this rank's chunks.
+            is_last: whether it is the chunk's last of the step.
+        """
+        self._in_backward = True
+        self._reduces = is_last or self._reduces_each
+        for block in self._chunks[chunk]:
+            block.owes_reduction = self._reduces
+            if block.plan.lasts:
+                block.begin_backward()
+
+    def after_backward(self, chunk: int) -> None:
+        """After it: reduces what had to wait for its end."""
+        self._in_backward = False
+        for block in self._chunks[chunk]:
+            if block.owes_reduction:
+                block.reduce()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last backward of a step: the masters have their gradients, complete.
+
+        They are summed over all data-parallel ranks; where each tensor-parallel rank has a part
+        of the gradient of what all hold, over those as well, all at once.
+        """
+        for block in self._blocks:
+            block.finish()
+        partial = [each for block in self._blocks for each in block.partial_gradients()]
+        if self._tp.size == 1 or not partial:
+            return
+        total = all_reduce(torch.cat([each.reshape(-1) for each in partial]), self._tp)
+        sums = total.split([each.numel() for each in partial])
+        torch._foreach_copy_(partial, [s.view_as(p) for s, p in zip(sums, partial, strict=True)])
+
+    def _put_hooks(self, units: Sequence[Unit], blocks: list[Block]) -> None:
+        for place, (unit, block) in enumerate(zip(units, blocks, strict=True)):
+            neighbours = (
+                blocks[place + 1] if place + 1 < len(blocks) else None,
+                blocks[place - 1] if place > 0 else None,
+            )
+            unit.modules[0].register_forward_pre_hook(partial(self._enter, block, neighbours))
+            if block.plan.frees_gradients and not unit.lasts:
+                unit.modules[-1].register_forward_hook(partial(self._leave, block, neighbours))
+
+    def _enter(
+        self,
+        block: Block,
+        neighbours: Neighbours,
+        _module: nn.Module,
+        inputs: tuple[object, ...],
+    ) -> tuple[object, ...] | None:
+        """Before a module computes: its parameters are here, the next one's on their way."""
+        # Computed again and here already, it is the last of its group: the next one is done with.
+        is_last = self._in_backward and block.is_ready
+        self._fetch(block, None if is_last else neighbours[0])
+        hidden = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        if not hidden:
+            return None
+        passed = iter(_Input.apply(self, block, *hidden))
+        return tuple(
+            next(passed) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs
+        )
+
+    def _leave(
+        self,
+        block: Block,
+        neighbours: Neighbours,
+        _module: nn.Module,
+        _inputs: tuple[object, ...],
+        outputs: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """After a module has computed: its parameters can go, until its backward."""
+        # Within a backward this is a recomputation, whose own backward follows at once.
+        if not self._in_backward:
+            block.release()
+        if not any(output.requires_grad for output in outputs):
+            return outputs
+        return _Output.apply(self, block, neighbours[1], *outputs)
+
+    def _fetch(self, block: Block, following: Block | None) -> None:
+        block.ready()
+        if following is not None:
+            following.begin_gather()
+
+    def before_block_backward(self, block: Block, following: Block | None) -> None:
+        """The gradients of a block's outputs are complete."""
+        self._fetch(block, following)
+        block.begin_backward()
+
+    def after_block_backward(self, block: Block) -> None:
+        """The gradients of a block's inputs are complete, and with them those of its parameters."""
+        if block.owes_reduction:
+            block.reduce()
+        block.release()
 
 
-def set_gradient_sync(model: nn.Module, sharding: Sharding, *, is_last: bool) -> None:
-    """Prepares the coming backward of ``model``: what is reduced and what stays gathered.
+class _Input(torch.autograd.Function):
+    """Identity whose backward comes after that of the whole block."""
 
-    Args:
-        model: from ``shard_data_parallel``.
-        sharding: as it was sharded.
-        is_last: whether this is the model's last backward of the step.
-    """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(is_last or sharding != "optimizer")
-    model.set_is_last_backward(is_last)
-    model.set_reshard_after_backward(is_last or sharding == "parameters")
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        engine: DataParallel,
+        block: Block,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.engine, ctx.block = engine, block
+        return tuple(x.view_as(x) for x in hidden)
 
-
-def reshard(model: nn.Module) -> None:
-    """Drops gathered parameters, so that the model shows its stored shards again.
-
-    A forward pass without a backward (validation) leaves the gathered copies in place.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        ctx.engine.after_block_backward(ctx.block)
+        return None, None, *grads
 
 
-@torch.no_grad()
-def fill_shard(parameter: nn.Parameter, value: Tensor, mesh: DeviceMesh) -> None:
-    """Gives a sharded parameter this rank's piece of its value.
+class _Output(torch.autograd.Function):
+    """Identity whose backward comes before that of the whole block."""
 
-    Args:
-        parameter: from a model after ``shard_data_parallel``.
-        value: this tensor-parallel rank's part, not cut over the data-parallel ranks.
-        mesh: that of ``shard_data_parallel``.
-    """
-    assert isinstance(parameter, DTensor)
-    axis = mesh.ndim - 1
-    # fully_shard cuts dimension 0 as torch.chunk does; late ranks may be left without a row.
-    pieces = value.chunk(mesh.size(axis), dim=0)
-    rank = mesh.get_local_rank(axis)
-    piece = pieces[rank] if rank < len(pieces) else value[:0]
-    parameter.to_local().copy_(piece)
+    @staticmethod
+    def forward(  # pyrefly: ignore[bad-override]
+        ctx: Any,  # noqa: ANN401
+        engine: DataParallel,
+        block: Block,
+        following: Block | None,
+        *hidden: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.engine, ctx.block, ctx.following = engine, block, following
+        return tuple(x.view_as(x) for x in hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        ctx.engine.before_block_backward(ctx.block, ctx.following)
+        return None, None, None, *grads

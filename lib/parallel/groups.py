@@ -78,6 +78,8 @@ class ParallelGroups:
         tp: tensor parallel; shards of the same layers.
         pp: pipeline parallel; consecutive slabs of layers.
         dp: data parallel; the same parameters, other samples.
+        shards: of ``dp``, the ranks that share the masters of these parameters.
+        replicas: of ``dp``, the ranks that hold the same shards.
         embedding: the first and the last stage, which both hold the table of tied embeddings.
         world: all processes.
         sequence_parallel: whether the activations between tensor-parallel layers are cut along
@@ -90,6 +92,8 @@ class ParallelGroups:
     tp: Group = Group()
     pp: Group = Group()
     dp: Group = Group()
+    shards: Group = Group()
+    replicas: Group = Group()
     embedding: Group = Group()
     world: Group = Group()
     sequence_parallel: bool = False

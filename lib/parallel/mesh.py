@@ -4,6 +4,11 @@ Axes, slowest first: ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``. Tensor-para
 neighbours, since they talk most and neighbours share the fastest links. Data parallelism has two
 axes: parameters and optimizer are sharded over ``dp_shard`` (say, the GPUs of a node) and copied
 over ``dp_replicate``; the group ``dp`` is both together.
+
+On GPUs a transfer of NCCL holds multiprocessors from its start to its end, also while it waits for
+the other end, and nothing computes there meanwhile. So hidden states between stages, for which a
+stage often waits, may take few; and what tensor-parallel ranks exchange, for which the next
+product waits, comes before the kernels that are queued. (docs/performance.md has the figures.)
 """
 
 from dataclasses import dataclass
@@ -15,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lib.parallel.groups import Channel, Channels, Group, ParallelGroups
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_CHANNEL_CTAS = 2  # of 2, 4 and 8, which were all equally fast, what takes least
 
 
 def build_mesh(
@@ -50,15 +56,30 @@ def groups_of(mesh: DeviceMesh) -> ParallelGroups:
     left at their defaults.
     """
     pp, replicas, shards, tp = (mesh[axis].size() for axis in AXES)
-    grid = _Grid(pp, replicas * shards, tp)
+    grid = _Grid(pp, replicas * shards, tp, on_gpus=mesh.device_type == "cuda")
     return ParallelGroups(
-        tp=_axis_group(mesh, "tp", "tp"),
+        tp=_tensor_group(mesh, grid),
         pp=_axis_group(mesh, "pp", "pp"),
         dp=_data_group(mesh, grid),
+        shards=_axis_group(mesh, "dp_shard", "dp shards"),
+        replicas=_axis_group(mesh, "dp_replicate", "dp replicas"),
         embedding=_embedding_group(grid),
         world=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, "world"),
         channels=_channels(grid),
     )
+
+
+@dataclass(frozen=True)
+class _Nccl:
+    """How a connection of GPUs shares them with what computes.
+
+    Attributes:
+        most_ctas: multiprocessors that a transfer may hold.
+        first: whether it gets them before a waiting kernel does.
+    """
+
+    most_ctas: int = 32
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +89,7 @@ class _Grid:
     pp: int
     dp: int
     tp: int
+    on_gpus: bool
 
     def rank_at(self, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
@@ -90,6 +112,16 @@ def _data_group(mesh: DeviceMesh, grid: _Grid) -> Group:
     return _line_group(lines, "dp")
 
 
+def _tensor_group(mesh: DeviceMesh, grid: _Grid) -> Group:
+    if grid.tp == 1 or not grid.on_gpus:
+        return _axis_group(mesh, "tp", "tp")
+    lines = [
+        [grid.rank_at(pp_rank, dp_rank, tp_rank) for tp_rank in range(grid.tp)]
+        for pp_rank, dp_rank in product(range(grid.pp), range(grid.dp))
+    ]
+    return _line_group(lines, "tp", _Nccl(first=True))
+
+
 def _embedding_group(grid: _Grid) -> Group:
     if grid.pp == 1:
         return Group(name="embedding")
@@ -100,12 +132,12 @@ def _embedding_group(grid: _Grid) -> Group:
     return _line_group(lines, "embedding")
 
 
-def _line_group(lines: list[list[int]], name: str) -> Group:
+def _line_group(lines: list[list[int]], name: str, nccl: _Nccl | None = None) -> Group:
     """The group of the line that holds this rank; a rank in none is alone."""
     me = dist.get_rank()
     mine = Group(name=name)
     for line in lines:  # every process takes part in making every group
-        process_group = _new_group(line)
+        process_group = _new_group(line, nccl)
         if me in line:
             mine = Group(line.index(me), len(line), process_group, name)
     return mine
@@ -118,14 +150,16 @@ def _channels(grid: _Grid) -> Channels | None:
     for dp_rank, tp_rank, stage in product(range(grid.dp), range(grid.tp), range(grid.pp)):
         before = grid.rank_at(stage, dp_rank, tp_rank)
         after = grid.rank_at((stage + 1) % grid.pp, dp_rank, tp_rank)
-        ends |= _channel_ends("activations", before, after)
-        ends |= _channel_ends("gradients", after, before)
+        nccl = _Nccl(most_ctas=_CHANNEL_CTAS) if grid.on_gpus else None
+        ends |= _channel_ends("activations", (before, after), nccl)
+        ends |= _channel_ends("gradients", (after, before), nccl)
     return Channels(**ends)
 
 
-def _channel_ends(what: str, sender: int, receiver: int) -> dict[str, Channel]:
+def _channel_ends(what: str, ranks: tuple[int, int], nccl: _Nccl | None) -> dict[str, Channel]:
     """This rank's end of a new channel by its field in ``Channels``; none on other ranks."""
-    process_group = _new_group([sender, receiver])
+    sender, receiver = ranks
+    process_group = _new_group([sender, receiver], nccl)
     if process_group is None:
         return {}
     name = f"{what} {sender} -> {receiver}"
@@ -134,7 +168,17 @@ def _channel_ends(what: str, sender: int, receiver: int) -> dict[str, Channel]:
     return {f"{what}_in": Channel(sender, process_group, name)}
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup | None:
-    """A new group, on its members; every process must call this."""
-    process_group = dist.new_group(ranks)
+def _new_group(ranks: list[int], nccl: _Nccl | None = None) -> dist.ProcessGroup | None:
+    """A new group, on its members; every process must call this.
+
+    Args:
+        ranks: the members.
+        nccl: for a group that moves tensors of GPUs only.
+    """
+    if nccl is None:
+        process_group = dist.new_group(ranks)
+    else:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=nccl.first)
+        options.config.max_ctas = nccl.most_ctas
+        process_group = dist.new_group(ranks, backend="nccl", pg_options=options)
     return process_group if isinstance(process_group, dist.ProcessGroup) else None

@@ -82,6 +82,8 @@ def watch_groups(
         tp=_watched(groups.tp, board),
         pp=_watched(groups.pp, board),
         dp=_watched(groups.dp, board),
+        shards=_watched(groups.shards, board),
+        replicas=_watched(groups.replicas, board),
         embedding=_watched(groups.embedding, board),
         world=_watched(groups.world, board),
         channels=None if channels is None else _watched_channels(channels, board),

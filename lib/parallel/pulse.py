@@ -1,7 +1,7 @@
 """Names ranks that stand still where no collective of ours shows it (``launch.debug``).
 
 ``lib.parallel.monitor`` sees who is missing from a call of ours. A rank may also keep the others
-waiting inside torch, in the sums and gathers of ``fully_shard``: then all have made the same calls.
+waiting inside torch, in the collectives of a checkpoint: then all have made the same calls.
 So a thread of each rank writes every second how many calls its rank has made and which line its
 main thread is at, and looks at what the others wrote:
 

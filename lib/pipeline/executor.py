@@ -26,6 +26,7 @@ def run_plan(
     *,
     grad_scale: float | Tensor = 1.0,
     before_backward: Callable[[int, bool], None] | None = None,
+    after_backward: Callable[[int], None] | None = None,
 ) -> list[Tensor]:
     """Runs a stage's plan; all stages of the pipeline call this with theirs.
 
@@ -42,6 +43,7 @@ def run_plan(
             scalar tensor is not read by the host.
         before_backward: called with chunk and whether the coming backward is the chunk's last of
             the step, so that gradients are reduced once.
+        after_backward: called with the chunk when that backward is done.
 
     Returns:
         The summed losses, detached, by micro batch, on the last stage; nothing on the others.
@@ -56,6 +58,8 @@ def run_plan(
             if before_backward is not None:
                 before_backward(action.chunk, action.last_backward)
             run.go_backward(action)
+            if after_backward is not None:
+                after_backward(action.chunk)
     run.traffic.finish()
     assert not run.waiting
     return [run.losses[number] for number in sorted(run.losses)]

@@ -31,6 +31,18 @@ def cuda_device_names() -> tuple[str, ...]:
     return tuple(_device_name(driver, index) for index in range(count.value))
 
 
+def cuda_memory_bytes() -> int:
+    """Memory of the smallest CUDA device that torch will see here; 0 if there is none."""
+    sizes: list[int] = []
+    for index in range(len(cuda_device_names())):
+        device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuDeviceGet(ctypes.byref(device), index)
+        if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0:
+            sizes.append(size.value)
+    return min(sizes, default=0)
+
+
 def _device_name(driver: ctypes.CDLL, index: int) -> str:
     device = ctypes.c_int(0)
     name = ctypes.create_string_buffer(_NAME_BYTES)

@@ -33,12 +33,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 # After the first failure the other ranks get so long to tell theirs: the first one to be heard
 # is often only the peer of the one at fault.
 _GRACE_S = 1.5
-_PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+# DTensor keeps every mesh that it has seen, and so the threads of their groups, some 15 a call:
+# after thirty calls eight ranks were ten times slower. Fresh ones start in a moment: all that they
+# need is imported before they are forked.
+_MOST_THREADS = 60
+_PRELOADED = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "lib.train.setup",  # and what it imports: most of what a rank needs
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,13 @@ class _Rank:
     process: BaseProcess
     connection: Connection
     stack_file: Path
+
+    def num_threads(self) -> int:
+        """Threads of the process; 0 if it has ended."""
+        try:
+            return psutil.Process(self.process.pid).num_threads()
+        except psutil.NoSuchProcess:
+            return 0
 
     def where_it_stands(self) -> str:
         """The Python stack of a rank that is alive and busy."""
@@ -81,6 +100,8 @@ class _Pool:
         self._context.set_forkserver_preload(_PRELOADED)
 
     def run(self, size: int, call: "_Call", timeout: float) -> list[Any]:
+        if any(rank.num_threads() > _MOST_THREADS for rank in self._ranks):
+            self.close()
         while len(self._ranks) < size:
             self._ranks.append(self._start(len(self._ranks)))
         ranks = self._ranks[:size]
@@ -199,8 +220,7 @@ def _work(
         return function(*call.arguments)
     finally:
         dist.destroy_process_group()
-        # Sharded modules refer to themselves: while they live, so do their groups' threads, some
-        # 25 a call, which after thirty calls slowed eight ranks down to a tenth.
+        # Sharded modules refer to themselves: while they live, so do their groups' threads.
         gc.collect()
 
 

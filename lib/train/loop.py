@@ -93,7 +93,6 @@ def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> None:
         return
     parts.model.chunks.eval()
     sums = {each.name: summed_loss(parts, each.batches) for each in parts.validation}
-    parts.model.reshard()
     parts.model.chunks.train()
     tokens = sum(counted for _, counted in sums.values())
     loss = sum(total for total, _ in sums.values()) / max(1.0, tokens)
@@ -116,6 +115,7 @@ def validate(parts: TrainingParts, progress: Progress, hooks: Hooks) -> None:
 def summed_loss(parts: TrainingParts, batches: Sequence[MicroBatch]) -> tuple[float, float]:
     """Sum of token losses and number of counted tokens over all data-parallel ranks."""
     pp, chunks = parts.groups.pp, len(parts.model.chunks)
+    parts.model.data_parallel.start(trains=False)
     losses = run_plan(
         stage_plan(pp.rank, pp.size, chunks, len(batches), trains=False),
         lambda chunk, number, received: run_chunk(
@@ -123,7 +123,8 @@ def summed_loss(parts: TrainingParts, batches: Sequence[MicroBatch]) -> tuple[fl
         ),
         parts.at(0).links,
     )
-    return sum_losses(parts, losses, batches)
+    total, counted = sum_losses(parts, losses, batches).tolist()
+    return total, counted
 
 
 def is_due(iteration: int, interval: int, last: int) -> bool:

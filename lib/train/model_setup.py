@@ -20,16 +20,10 @@ from lib.model.gpt import COMPUTE_DTYPES, GPTModel, LossTerms, ModelOptions, Sta
 from lib.model.initialization import initial_parts, with_first_rows
 from lib.model.recompute import Recompute
 from lib.parallel.collectives import all_reduce
-from lib.parallel.data_parallel import (
-    Sharding,
-    fill_shard,
-    reshard,
-    set_gradient_sync,
-    shard_data_parallel,
-)
+from lib.parallel.data_parallel import DataParallel
 from lib.parallel.groups import ParallelGroups
-from lib.parallel.mesh import data_mesh
-from lib.parallel.storage import Cut, cut_of, store_on_mesh
+from lib.parallel.masters import create_masters, fill_shard
+from lib.parallel.storage import Cut, named_parts
 from lib.pipeline.partition import layer_ranges, partition_layers
 
 
@@ -38,20 +32,21 @@ class ShardedModel:
     """This rank's part of the model.
 
     Attributes:
-        chunks: its chunks of layers, in order of depth; one unless stages are interleaved.
-        parameters: their stored master weights by global name.
+        chunks: its chunks of layers, in order of depth; one unless stages are interleaved. They
+            compute with copies of the parameters.
+        parameters: the masters by global name: what is updated, counted and saved.
         cuts: how the tensor-parallel ranks hold each of them.
         tied_copies: names of parameters that are a copy of another stage's: they get the sum of
             both gradients, take the same steps, and count and are saved there.
-        sharding: what data parallelism shards between uses.
-        mesh: over which it shards.
+        data_parallel: keeps what the chunks compute with, and sums gradients.
+        mesh: the ranks.
     """
 
     chunks: nn.ModuleList
     parameters: dict[str, nn.Parameter]
     cuts: dict[str, Cut]
     tied_copies: frozenset[str]
-    sharding: Sharding
+    data_parallel: DataParallel
     mesh: DeviceMesh
 
     def chunk(self, number: int) -> GPTModel:
@@ -59,14 +54,6 @@ class ShardedModel:
         chunk = self.chunks[number]
         assert isinstance(chunk, GPTModel)
         return chunk
-
-    def before_backward(self, chunk: int, *, is_last: bool) -> None:
-        """Prepares a chunk's coming backward, which may be its last of the step."""
-        set_gradient_sync(self.chunks[chunk], self.sharding, is_last=is_last)
-
-    def reshard(self) -> None:
-        """Drops gathered parameters, so that the stored shards are to be seen again."""
-        reshard(self.chunks)
 
     def tied_copy_parameters(self) -> frozenset[nn.Parameter]:
         """The parameters that count on another stage."""
@@ -92,25 +79,17 @@ def build_sharded_model(
     dtype = COMPUTE_DTYPES[config.precision.compute]
     with torch.device("meta"):
         chunks = nn.ModuleList(_meta_chunks(config, runtime, groups))
-    if dtype == torch.float64:
-        chunks.double()
-    cuts = {_name_of(chunks, name): cut_of(value) for name, value in chunks.named_parameters()}
-    store_on_mesh(chunks, mesh["tp"])
-    sharding = config.parallel.sharding
-    for chunk in chunks:
-        assert isinstance(chunk, GPTModel)
-        shard_data_parallel(chunk, chunk.layers.values(), data_mesh(mesh), dtype, sharding)
-    chunks.to_empty(device=mesh.device_type)
-    parameters = {_name_of(chunks, name): value for name, value in chunks.named_parameters()}
+    parts = {_name_of(chunks, name): part for name, part in named_parts(chunks)}
+    cuts = {name: part.cut for name, part in parts.items()}
+    masters = create_masters(cuts, mesh, torch.promote_types(dtype, torch.float32))
     vocab_size, seed = config.data.vocab_size, config.training.seed
     for name, part in initial_parts(cuts, config.model, vocab_size=vocab_size, seed=seed):
-        fill_shard(parameters[name], part, data_mesh(mesh))
-    copies = {
-        chunk.global_name("output_layer.weight")
-        for chunk in chunks
-        if isinstance(chunk, GPTModel) and chunk.has_tied_copy
-    }
-    return ShardedModel(chunks, parameters, cuts, frozenset(copies), sharding, data_mesh(mesh))
+        fill_shard(masters[name], part, mesh)
+    models = [chunk for chunk in chunks if isinstance(chunk, GPTModel)]
+    units = [chunk.units() for chunk in models]
+    data_parallel = DataParallel(units, parts, masters, dtype, groups, config.parallel.sharding)
+    copies = {chunk.global_name("output_layer.weight") for chunk in models if chunk.has_tied_copy}
+    return ShardedModel(chunks, masters, cuts, frozenset(copies), data_parallel, mesh)
 
 
 def fill_first_rows(
@@ -183,6 +162,7 @@ def _meta_chunks(
         core=attention_backend(runtime.attention),
         recompute=recompute_of(config, runtime, groups),
         loss_terms=LossTerms(training.label_smoothing, training.z_loss),
+        fused=runtime.kernels == "fused",
     )
     return [
         GPTModel(

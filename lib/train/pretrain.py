@@ -24,9 +24,10 @@ from lib.config.run_config import RunConfig
 from lib.console import copy_to, say
 from lib.errors import UserError
 from lib.model.flops import MFU_CONVENTION
+from lib.train.chosen_attention import with_chosen_attention
 from lib.train.loop import train
 from lib.train.run_record import begin_record, finish_record
-from lib.train.run_state import Provenance, RunState
+from lib.train.run_state import Provenance, RunState, checkpoint_to_resume
 from lib.train.setup import build_training, set_determinism, start_process_group
 from lib.train.signals import StopFlag
 from lib.train.worker import Stopped, worker_device
@@ -81,12 +82,14 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         stack.callback(dist.destroy_process_group)
         set_determinism(inputs.runtime)
         layout = layout_for(config, dist.get_world_size())
-        parts = build_training(config, inputs.runtime, device, layout, inputs.launch.debug)
+        found = checkpoint_to_resume(state, config)
+        runtime = with_chosen_attention(inputs.runtime, config, layout, device, found)
+        parts = build_training(config, runtime, device, layout, inputs.launch.debug)
         stack.callback(parts.batches.close)
         provenance = Provenance.of(record) if is_first else None
         run = RunState(parts, layout, state, inputs.results, provenance)
         stack.callback(run.saver.wait)
-        progress = run.resume()
+        progress = run.resume(found)
         train_iters = config.training.train_iters
         if progress.iteration < train_iters:
             run.mark_training()

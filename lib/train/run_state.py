@@ -18,6 +18,7 @@ from lib.checkpoint.resume import StateDirectory
 from lib.checkpoint.retention import Retention
 from lib.checkpoint.saving import bytes_needed, require_space
 from lib.checkpoint.state import (
+    attention_of,
     optimizer_scalars,
     random_streams,
     restore,
@@ -25,7 +26,9 @@ from lib.checkpoint.state import (
     training_tensors,
 )
 from lib.config.launch_plan import Layout
+from lib.config.run_config import RunConfig
 from lib.console import bar_on_terminal, say, warn
+from lib.layers.attention import backend_name
 from lib.optim.optimizer import decay_table, decays
 from lib.parallel.collectives import all_reduce
 from lib.train.initial import start_from_weights
@@ -60,6 +63,23 @@ class Provenance:
         return cls({"python": str(record["python"])} | packages, commit)
 
 
+def checkpoint_to_resume(
+    state: StateDirectory | None, config: RunConfig
+) -> LoadedCheckpoint | None:
+    """The newest whole checkpoint within the length of a run, if there is one.
+
+    Args:
+        state: the opened directory, on rank 0; None on the others.
+        config: of the run.
+    """
+    return find_latest(_path_of(state), config.training.train_iters)
+
+
+def _path_of(state: StateDirectory | None) -> Path:
+    """The folder of the state that rank 0 has opened, on every rank."""
+    return Path(on_rank_zero(lambda: str(state.path if state else "")))
+
+
 class RunState:
     """A run's state directory, history and results, on every rank; rank 0 writes.
 
@@ -92,7 +112,7 @@ class RunState:
         self._parts, self._layout, self._provenance = parts, layout, provenance
         self.config = parts.config
         self.state, self._results = state, results
-        self.path = Path(on_rank_zero(lambda: str(state.path if state else "")))
+        self.path = _path_of(state)
         self.history = History(self.path)
         self.files: ResultFiles | None = None
         rule = self.config.checkpoint
@@ -103,12 +123,11 @@ class RunState:
         self._rows = 0
         self._is_stopping = False
 
-    def resume(self) -> Progress:
-        """Loads the newest checkpoint within the length of this run, if there is one."""
+    def resume(self, found: LoadedCheckpoint | None) -> Progress:
+        """Loads what ``checkpoint_to_resume`` has found, or begins."""
         parts, train_iters = self._parts, self.config.training.train_iters
         progress = Progress()
         tensors = training_tensors(parts.model.parameters.items(), parts.optimizer)
-        found = find_latest(self.path, train_iters)
         if found is None:
             self._begin()
         else:
@@ -226,7 +245,9 @@ class RunState:
         data = found.scalars["data"]
         assert isinstance(data, dict)
         now = self._arithmetic(data["consumed_samples"])
-        changed = _differences(found.scalars["arithmetic"], now)
+        saved = found.scalars["arithmetic"]
+        assert isinstance(saved, dict)
+        changed = _differences(saved | {"runtime.attention": attention_of(saved)}, now)
         if changed and self.state is not None:
             warn(f"not bit for bit the run that was interrupted: {'; '.join(changed)}")
 
@@ -254,7 +275,8 @@ class RunState:
             "parallel.sequence": self.config.parallel.sequence,
             "training.micro_batch_size": phase.micro_batch_size,
             "launch.threads": torch.get_num_threads(),
-            "runtime.attention": runtime.attention,
+            "runtime.attention": backend_name(runtime.attention),
+            "runtime.kernels": runtime.kernels,
             "runtime.deterministic": runtime.deterministic,
             "torch": torch.__version__,
         }
@@ -336,9 +358,8 @@ class RunState:
             say(text)
 
 
-def _differences(saved: object, now: dict[str, object]) -> list[str]:
+def _differences(saved: dict[str, object], now: dict[str, object]) -> list[str]:
     """Where two descriptions of a run's arithmetic differ."""
-    assert isinstance(saved, dict)
     return [
         f"{name} was {saved[name]}, is {value}"
         for name, value in now.items()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lib.errors import UserError
 from lib.model.loss import MicroBatch, run_chunk
-from lib.optim.clipping import clip_gradients
-from lib.optim.optimizer import set_learning_rate
+from lib.optim.clipping import clipping_divisor, squared_norm
+from lib.optim.optimizer import set_learning_rate, update
 from lib.parallel.collectives import all_reduce
 from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
@@ -70,23 +70,15 @@ def train_step(
     batches = parts.batches.take(progress.consumed_samples)
     waited = time.perf_counter() - started
     scale = parts.loss_scale.scale
-    loss, num_tokens = forward_backward(parts, batches, parts.at(progress.consumed_samples).links)
+    sums = forward_backward(parts, batches, parts.at(progress.consumed_samples).links)
     if observe is not None:
         observe(scale)
-    norm = clip_gradients(
-        parts.model.parameters.values(),
-        parts.config.optimizer.clip_grad,
-        parts.groups,
-        copies=parts.model.tied_copy_parameters(),
-        loss_scale=scale,
-    )
     rate = parts.learning_rate.at(progress.consumed_samples, batch_size)
     set_learning_rate(parts.optimizer, rate)
-    _update(parts, progress, loss, norm, is_empty=num_tokens == 0)
+    loss, norm, is_empty = _update(parts, sums, scale)
+    _count(parts, progress, loss, norm, is_empty=is_empty)
     progress.iteration += 1
     progress.consumed_samples += batch_size
-    if parts.device.type == "cuda":
-        torch.cuda.synchronize(parts.device)
     seconds = time.perf_counter() - started
     rates = parts.at(progress.consumed_samples - batch_size).throughput.of(seconds, batch_size)
     return StepRow(
@@ -109,13 +101,11 @@ def train_step(
     )
 
 
-def forward_backward(
-    parts: TrainingParts, batches: list[MicroBatch], links: Links
-) -> tuple[float, float]:
+def forward_backward(parts: TrainingParts, batches: list[MicroBatch], links: Links) -> Tensor:
     """Gradients of the mean token loss over the global batch, times the loss scale.
 
     Returns:
-        The loss in nats per counted token and the number of counted tokens, the same on all ranks.
+        As ``sum_losses``.
     """
     num_tokens = 1.0
     if parts.is_last_stage:  # alone it knows the labels, and needs the count
@@ -123,33 +113,37 @@ def forward_backward(
         mine = torch.tensor(_own_tokens(batches), dtype=torch.float64)
         num_tokens = max(1.0, all_reduce(mine, parts.groups.dp).item())
     pp, model = parts.groups.pp, parts.model
+    model.data_parallel.start(trains=True)
     losses = run_plan(
         stage_plan(pp.rank, pp.size, len(model.chunks), len(batches), trains=True),
         lambda chunk, number, received: run_chunk(model.chunk(chunk), batches[number], received),
         links,
         grad_scale=parts.loss_scale.scale / num_tokens,
-        before_backward=lambda chunk, is_last: model.before_backward(chunk, is_last=is_last),
+        before_backward=lambda chunk, last: model.data_parallel.before_backward(
+            chunk, is_last=last
+        ),
+        after_backward=model.data_parallel.after_backward,
     )
+    model.data_parallel.finish()
     sum_tied_gradients(model, parts.config, parts.groups)
-    total, counted = sum_losses(parts, losses, batches)
-    return total / max(1.0, counted), counted
+    return sum_losses(parts, losses, batches)
 
 
-def sum_losses(
-    parts: TrainingParts, losses: list[Tensor], batches: Sequence[MicroBatch]
-) -> tuple[float, float]:
-    """Sum of token losses and number of counted tokens over micro batches and all ranks.
+def sum_losses(parts: TrainingParts, losses: list[Tensor], batches: Sequence[MicroBatch]) -> Tensor:
+    """Sum of token losses in nats, and number of counted tokens, over micro batches and all ranks.
 
     The last stage, which alone has losses and labels, tells them to all stages.
+
+    Returns:
+        Both as float64 [2] on this rank's device, which the host has not waited for.
     """
     told = torch.zeros(2, dtype=torch.float64, device=parts.device)
     if losses:
         told[0] = torch.stack(losses).double().sum()
-        told[1] = _own_tokens(batches)
+        told[1].fill_(_own_tokens(batches))
     for group in (parts.groups.dp, parts.groups.pp):
         told = all_reduce(told, group)
-    total, counted = told.tolist()
-    return total, counted
+    return told
 
 
 def _own_tokens(batches: Sequence[MicroBatch]) -> float:
@@ -157,16 +151,52 @@ def _own_tokens(batches: Sequence[MicroBatch]) -> float:
     return float(sum(batch.num_tokens for batch in batches))
 
 
-def _update(
+def _update(parts: TrainingParts, sums: Tensor, scale: float) -> tuple[float, float, bool]:
+    """Clips, and takes the step if its numbers are sound; drops the gradients.
+
+    The GPU decides, so that it need not wait for the host: this one waits for the numbers when it
+    has given the GPU all work of the step, and the GPU updates while it goes on to the next.
+
+    Returns:
+        The loss in nats per counted token, the norm of the gradient, and whether no token counts.
+    """
+    copies = parts.model.tied_copy_parameters()
+    squared = squared_norm(parts.model.parameters.values(), parts.groups, copies=copies)
+    numbers = torch.cat((sums, squared.view(1)))
+    told = _start_telling(numbers)
+    skips = ~numbers.isfinite().all() | (numbers[1] == 0)
+    divisor = clipping_divisor(squared, parts.config.optimizer.clip_grad, scale)
+    update(parts.optimizer, divisor, skips)
+    parts.optimizer.zero_grad(set_to_none=True)
+    total, num_tokens, squares = told()
+    return total / max(1.0, num_tokens), math.sqrt(squares) / scale, num_tokens == 0
+
+
+def _start_telling(numbers: Tensor) -> Callable[[], list[float]]:
+    """What gives the numbers to the host, which waits for them and for nothing that follows."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copied.copy_(numbers, non_blocking=True)
+    is_there = torch.cuda.Event()
+    is_there.record()
+
+    def wait() -> list[float]:
+        is_there.synchronize()
+        return copied.tolist()
+
+    return wait
+
+
+def _count(
     parts: TrainingParts, progress: Progress, loss: float, norm: float, *, is_empty: bool
 ) -> None:
-    """Takes the step if its numbers are sound, else counts it as skipped; drops the gradients."""
+    """Counts a step as good or as skipped, and ends a run that can only skip."""
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     # A finite loss whose gradients overflow is the loss scale's doing; a loss that is not finite
     # is the model's.
     overflowed = parts.loss_scale.update(not math.isfinite(norm)) and math.isfinite(loss)
     if is_finite and not is_empty:
-        parts.optimizer.step()
         progress.nan_in_a_row = 0
     else:
         progress.skipped += 1
@@ -174,7 +204,6 @@ def _update(
         _count_bad_step(progress, loss, norm)
     if parts.loss_scale.stop_advice is not None:
         raise UserError(parts.loss_scale.stop_advice)
-    parts.optimizer.zero_grad(set_to_none=True)
 
 
 def _count_bad_step(progress: Progress, loss: float, norm: float) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lib.checkpoint.background import Saver
+from lib.checkpoint.loading import find_latest
 from lib.checkpoint.retention import Retention
 from lib.checkpoint.state import optimizer_scalars, random_streams, training_tensors
 from lib.config.launch_plan import layout_for
@@ -74,13 +75,13 @@ def resume_all(
         run = _run_of(parts)
         if own is not None:
             run.path = own.dropout
-            progress = run.resume()
+            progress = run.resume(find_latest(run.path, parts.config.training.train_iters))
             parts.model.chunks.train()
             course = _course(parts, progress)
             parts.model.chunks.eval()
         for number, (name, directory) in enumerate(sources.items()):
             run.path = directory
-            progress = run.resume()
+            progress = run.resume(find_latest(run.path, parts.config.training.train_iters))
             tensors = training_tensors(parts.model.own_parameters().items(), parts.optimizer)
             save(again / str(number), BEFORE, tensors, optimizer_scalars(parts.optimizer), 1)
             ends[name] = _finish(parts, progress)

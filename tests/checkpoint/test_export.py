@@ -26,6 +26,7 @@ from tests.checkpoint.export_models import export as export_folder
 from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qwen3
 from tests.checkpoint.test_huggingface_parity import close, ours, tokens
 from tests.data.tiny_tokenizer import EOD, gpt2_files, sentencepiece_model, train
+from tests.stored import values_of
 
 MODELS = {"gpt2": gpt2(), "llama": llama(), "qwen2": qwen2(), "qwen3": qwen3()}
 TIED = {"llama tied": llama(tie_embeddings=True)}
@@ -38,7 +39,7 @@ def tokenizer():
 
 def tensors_of(model):
     """The parameters of one of our models, without padding rows."""
-    whole = {name: value.detach() for name, value in model.named_parameters()}
+    whole = values_of(model)
     tables = ("embedding.word_embeddings.weight", "output_layer.weight")
     return {name: each[:VOCABULARY] if name in tables else each for name, each in whole.items()}
 

@@ -16,7 +16,9 @@ from lib.checkpoint.shapes import parameter_shapes
 from lib.layers.attention import attention_backend
 from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.parallel.groups import ParallelGroups
+from lib.parallel.storage import named_parts
 from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qwen3, theirs
+from tests.stored import gradients_of, values_of
 
 PADDED = 384
 SEQ_LENGTH, BATCH = 24, 3
@@ -50,7 +52,7 @@ def ours(config, backend="auto"):
     )
     generator = torch.Generator().manual_seed(3)
     shapes = parameter_shapes(config, PADDED)
-    parameters = dict(model.named_parameters())
+    parameters = {name: part.value for name, part in named_parts(model)}
     assert {name: tuple(each.shape) for name, each in parameters.items()} == shapes
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -68,8 +70,7 @@ def ours(config, backend="auto"):
 
 def pair(config, backend="auto", **their_changes):
     model = ours(config, backend)
-    detached = {name: each.detach() for name, each in model.named_parameters()}
-    state, their_config = to_huggingface(detached, config, VOCABULARY)
+    state, their_config = to_huggingface(values_of(model), config, VOCABULARY)
     other = theirs(their_config | their_changes).eval()
     other.load_state_dict(state, strict=True)
     return model, other
@@ -113,7 +114,7 @@ def test_same_loss_and_gradients(config):
     losses.mean().backward()
     expected.mean().backward()
 
-    gradients = {name: each.grad for name, each in model.named_parameters()}
+    gradients = gradients_of(model)
     assert all(each is not None for each in gradients.values())
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if name in gradients:
@@ -149,7 +150,7 @@ def test_a_wrong_order_of_kv_heads_would_be_noticed():
     config = llama(num_query_groups=2)
     model, other = pair(config)
     with torch.no_grad():
-        weight = model.get_parameter("layers.0.self_attention.linear_qkv.k.weight")
+        weight = dict(named_parts(model))["layers.0.self_attention.linear_qkv.k.weight"].value
         weight.copy_(weight.view(2, config.head_dim, -1).flip(0).flatten(0, 1))
     mine, expected = logits(model, other)
     with pytest.raises(AssertionError):

@@ -11,7 +11,7 @@ from lib.model.gpt import GPTModel, ModelOptions, StageSlice
 from lib.model.loss import MicroBatch, run_chunk
 from lib.parallel.collectives import all_reduce
 from lib.parallel.mesh import build_mesh, groups_of
-from lib.parallel.storage import cut_of
+from lib.parallel.storage import named_parts
 from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
 from lib.pipeline.plan import stage_plan
@@ -19,6 +19,7 @@ from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qw
 from tests.checkpoint.test_huggingface_parity import BATCH, PADDED, SEQ_LENGTH, pair, tokens
 from tests.distributed import run_on_ranks
 from tests.model.models import join
+from tests.stored import gradients_of, values_of
 
 FOUR_HEADS = {"hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 4}
 CONFIGURATIONS = {
@@ -47,9 +48,9 @@ def gradients_on_rank(config_text, weights, degrees, inputs_SB, labels_SB):
         part=StageSlice(layers, first=stage == 0, last=stage == stages - 1),
         options=ModelOptions(attention_backend("auto")),
     )
-    held = {chunk.global_name(name): value for name, value in chunk.named_parameters()}
-    for name, parameter in held.items():
-        parameter.data = cut_of(parameter).part_of(weights[name]).clone()
+    for name, part in named_parts(chunk):
+        held = part.cut.part_of(weights[chunk.global_name(name)])
+        part.value.copy_(part.cut.used_of(held))
     links = Links(groups.channels, stage, stages, 1, (SEQ_LENGTH, 1, config.hidden_size))
     links.connect()
     batches = [
@@ -62,11 +63,10 @@ def gradients_on_rank(config_text, weights, degrees, inputs_SB, labels_SB):
         links,
         grad_scale=1.0 / labels_SB.numel(),
     )
-    if chunk.embedding is not None or chunk.has_tied_copy:
-        table = held["embedding.word_embeddings.weight"].grad
-        if config.tie_embeddings:
-            all_reduce(table, groups.embedding)
-    return [loss.item() for loss in losses], {name: p.grad for name, p in held.items()}
+    gradients = {chunk.global_name(name): value for name, value in gradients_of(chunk).items()}
+    if config.tie_embeddings and (chunk.embedding is not None or chunk.has_tied_copy):
+        all_reduce(gradients["embedding.word_embeddings.weight"], groups.embedding)
+    return [loss.item() for loss in losses], gradients
 
 
 FEW = {("gpt2", (2, 1)), ("gpt2", (1, 2)), ("llama one kv head, tied", (2, 1))}
@@ -85,7 +85,7 @@ def test_ranks_give_their_loss_and_gradients(config, degrees):
         other(inputs).logits.flatten(0, 1), labels.flatten(), reduction="none"
     )
     expected.mean().backward()
-    weights = {name: value.detach() for name, value in model.named_parameters()}
+    weights = values_of(model)
     size = degrees[0] * degrees[1]
     outcomes = run_on_ranks(
         size, gradients_on_rank, config.model_dump_json(), weights, degrees, inputs.T, labels.T

@@ -16,9 +16,11 @@ from lib.errors import UserError
 from lib.layers.attention import attention_backend
 from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.parallel.groups import ParallelGroups
+from lib.parallel.storage import named_parts
 from tests.checkpoint.examples import run_config
 from tests.checkpoint.test_huggingface import VOCABULARY, gpt2, llama, qwen2, qwen3, theirs, weights
 from tests.data.tiny_tokenizer import save_tiny
+from tests.stored import fill
 
 NOWHERE = Path("no-tokenizer")
 KINDS = {
@@ -63,7 +65,9 @@ def our_model(folder):
         options=ModelOptions(attention_backend("auto")),
         part=whole_model(record.model),
     )
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors.keys() == {name for name, _ in named_parts(model)}
+    fill(model, tensors, torch.float32)
     return model.eval()
 
 

@@ -47,6 +47,7 @@ from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, sentencepiece_model, train
+from tests.stored import values_of
 from tests.train.tiny_run import VOCABULARY, tiny_config
 
 PROJECT = Path(__file__).parents[2]
@@ -101,8 +102,8 @@ def publish(folder: Path, **changes: object) -> Published:
     )
     initialize(trained, config.model, vocab_size=VOCABULARY, seed=1)
     tensors = {
-        name: value.detach()[:VOCABULARY] if name in VOCABULARY_TABLES else value.detach()
-        for name, value in trained.named_parameters()
+        name: value[:VOCABULARY] if name in VOCABULARY_TABLES else value
+        for name, value in values_of(trained).items()
     }
     log = folder / "log"
     log.write_text("")

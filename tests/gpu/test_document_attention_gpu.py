@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from lib.layers import attention
+from lib.layers import attention_backends
 from lib.layers.attention import attention_backend
 from lib.layers.documents import find_documents
 from lib.model.loss import token_losses
 from tests.layers.test_attention import by_formula
 from tests.model.models import CONFIGS, build, fill, rough_weights
 from tests.model.test_documents import RULES, batch_of, factors, slow_losses
+from tests.stored import gradients_of
 
 pytestmark = pytest.mark.gpu
 
@@ -40,13 +41,13 @@ def full_fp32_products():
 def flash_calls(monkeypatch):
     """Counts what goes through flash attention."""
     calls = []
-    plain = attention._document_by_document
+    plain = attention_backends._document_by_document
 
     def counted(*arguments):
         calls.append(1)
         return plain(*arguments)
 
-    monkeypatch.setattr(attention, "_document_by_document", counted)
+    monkeypatch.setattr(attention_backends, "_document_by_document", counted)
     return calls
 
 
@@ -178,6 +179,8 @@ def test_the_model_from_windows_to_gradients(flash_calls, name, dtype, size):
     (expected * factors()).sum().backward()
     eps = torch.finfo(dtype).eps
     assert relative_error(losses.T, expected) < 16 * eps
-    found = torch.cat([value.grad.reshape(-1) for value in model.parameters()])
-    truth = torch.cat([weights[key].grad.reshape(-1) for key, _ in model.named_parameters()])
+    gradients = gradients_of(model)
+    assert set(gradients) == set(weights)
+    found = torch.cat([value.reshape(-1) for value in gradients.values()])
+    truth = torch.cat([weights[key].grad.reshape(-1) for key in gradients])
     assert relative_error(found, truth) < 32 * eps

@@ -1,6 +1,6 @@
 """The tiny models on one GPU against the plain float64 formulas on the CPU.
 
-Forward, gradients and one AdamW step through ``fully_shard`` on one NCCL rank, in fp32 and bf16.
+Forward, gradients and one AdamW step of sharded masters on one NCCL rank, in fp32 and bf16.
 """
 
 import os
@@ -10,17 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.layers.attention import BACKENDS
-from lib.model.loss import MicroBatch, token_losses
-from lib.optim.clipping import clip_gradients
+from lib.model.loss import MicroBatch
 from lib.optim.optimizer import build_optimizer, set_learning_rate
-from lib.parallel.data_parallel import set_gradient_sync, shard_data_parallel
-from lib.parallel.mesh import build_mesh, data_mesh, groups_of
-from lib.parallel.storage import store_on_mesh
-from lib.pipeline.executor import run_plan
-from lib.pipeline.schedule import one_forward_one_backward
+from lib.parallel.mesh import build_mesh
 from tests.model.models import CONFIGS, VOCAB_SIZE, build, drawn_tokens, fill, rough_weights
+from tests.optim.clipped import clip_gradients
+from tests.parallel.engine import make_engine
 from tests.reference import PlainTrainer, plain_losses
+from tests.stored import gradients_of
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +69,7 @@ _LAYERS_ROUNDINGS = 16
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("backend", ["sdpa", "fused_softmax", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_and_gradients(device, name, backend, dtype):
     config = CONFIGS[name]
@@ -86,15 +83,17 @@ def test_losses_and_gradients(device, name, backend, dtype):
     assert losses.dtype == torch.float32
     eps = torch.finfo(dtype).eps
     assert relative_error(losses.T.detach(), expected.detach()) < _LAYERS_ROUNDINGS * eps
-    whole = torch.cat([weights[key].grad.reshape(-1) for key, _ in model.named_parameters()])
-    found = torch.cat([value.grad.reshape(-1) for value in model.parameters()])
+    gradients = gradients_of(model)
+    assert set(gradients) == set(weights)
+    whole = torch.cat([weights[key].grad.reshape(-1) for key in gradients])
+    found = torch.cat([value.reshape(-1) for value in gradients.values()])
     assert relative_error(found, whole) < 2 * _LAYERS_ROUNDINGS * eps
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [8, 2])
-def test_one_step_through_fully_shard(device, name, dtype, rows):
+def test_one_step_of_sharded_masters(device, name, dtype, rows):
     config = CONFIGS[name]
     tokens, labels, counted = data()
     trainer = PlainTrainer(
@@ -103,10 +102,8 @@ def test_one_step_through_fully_shard(device, name, dtype, rows):
     start = trainer.weights
     true_loss, true_norm = trainer.step(tokens, labels, counted, lr=_RATE)
     mesh = build_mesh("cuda", tensor=1, pipeline=1, data=1)
-    model = model_on(device, config, torch.float32)
-    store_on_mesh(model, mesh["tp"])
-    shard_data_parallel(model, model.layers.values(), data_mesh(mesh), dtype)
-    parameters = dict(model.named_parameters())
+    engine = make_engine(config, mesh, dtype)
+    parameters = engine.masters
     optimizer = build_optimizer(
         list(parameters.values()), betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1
     )
@@ -115,14 +112,12 @@ def test_one_step_through_fully_shard(device, name, dtype, rows):
         for t, y, w in zip(tokens.split(rows), labels.split(rows), counted.split(rows), strict=True)
     ]
     count = sum(batch.num_tokens for batch in batches)
-    losses = run_plan(
-        one_forward_one_backward(0, 1, len(batches)),
-        lambda _chunk, number, _received: token_losses(model, batches[number]).sum(),
-        grad_scale=1.0 / count,
-        before_backward=lambda _, last: set_gradient_sync(model, "optimizer", is_last=last),
-    )
-    norm = clip_gradients(parameters.values(), 0.5, groups_of(mesh))
+    validation = engine.validate(batches)
+    losses = engine.step(batches, 1.0 / count)
+    assert torch.equal(torch.stack(validation), torch.stack(losses))
+    norm = clip_gradients(parameters.values(), 0.5, engine.groups)
     assert all(value.grad.dtype == value.dtype == torch.float32 for value in parameters.values())
+    assert all(value.dtype == dtype for value in engine.model.parameters())
     set_learning_rate(optimizer, _RATE)
     optimizer.step()
     eps = torch.finfo(dtype).eps

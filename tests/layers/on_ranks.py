@@ -5,7 +5,8 @@ import torch.distributed as dist
 
 from lib.parallel.groups import Group, ParallelGroups
 from lib.parallel.random import shard_stream
-from lib.parallel.storage import cut_of
+from lib.parallel.storage import named_parts
+from tests import stored
 
 CPU = torch.device("cpu")
 
@@ -29,13 +30,9 @@ def drawn(seed, *shape):
 
 
 def fill(layer, values, dtype=torch.float64):
-    """Gives a layer this rank's parts of whole values by name."""
-    parameters = dict(layer.named_parameters())
-    assert set(parameters) == set(values)
-    for name, parameter in parameters.items():
-        cut = cut_of(parameter)
-        assert cut.full_shape == tuple(values[name].shape)
-        parameter.data = cut.part_of(values[name]).detach().clone().to(dtype)
+    """Gives a layer this rank's parts of whole values by stored name."""
+    assert {name for name, _ in named_parts(layer)} == set(values)
+    stored.fill(layer, values, dtype)
 
 
 def cut_sequence(whole, groups):
@@ -44,11 +41,12 @@ def cut_sequence(whole, groups):
 
 
 def gradients(layer):
-    return {name: value.grad for name, value in layer.named_parameters()}
+    """By stored name, complete: parts are summed over the ranks."""
+    return stored.gradients_of(layer)
 
 
 def cuts(layer):
-    return {name: cut_of(value).dim for name, value in layer.named_parameters()}
+    return {name: part.cut.dim for name, part in named_parts(layer)}
 
 
 def assert_close(found, expected, tolerance=1e-12):

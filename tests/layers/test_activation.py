@@ -15,8 +15,9 @@ def test_gelu_is_the_tanh_form():
         assert math.isclose(found, expected, rel_tol=1e-12, abs_tol=1e-15)
 
 
-def test_swiglu_gates_the_second_argument_by_the_first():
-    for gate, up in ((-3.0, 2.0), (0.0, 5.0), (0.5, -1.0), (4.0, 0.25)):
-        expected = gate / (1 + math.exp(-gate)) * up
-        found = swiglu(*torch.tensor([gate, up], dtype=torch.float64)).item()
-        assert math.isclose(found, expected, rel_tol=1e-12)
+def test_swiglu_gates_the_second_half_by_the_first():
+    gates, ups = [-3.0, 0.0, 0.5, 4.0], [2.0, 5.0, -1.0, 0.25]
+    found = swiglu(torch.tensor([gates + ups], dtype=torch.float64), fused=False)
+    assert found.shape == (1, 4)
+    for value, gate, up in zip(found[0].tolist(), gates, ups, strict=True):
+        assert math.isclose(value, gate / (1 + math.exp(-gate)) * up, rel_tol=1e-12)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lib.layers.attention import sdpa_attention
+from lib.layers.attention_backends import sdpa_attention
 from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lib.layers.norm import RMSNorm
-from lib.layers.rotary import Rotary
+from lib.layers.norm import HeadNorm
+from lib.layers.rotary import HeadShape, Rotary, rotate, split_heads
 from tests.distributed import run_on_ranks
 from tests.layers.on_ranks import (
     assert_close,
@@ -33,14 +33,17 @@ class Attention(nn.Module):
         super().__init__()
         parts = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, D)}
         self.qkv = ColumnParallelLinear(H, parts, groups, bias=True)
-        self.q_norm = RMSNorm(D, EPSILON, groups, input_is_cut=True)
-        self.k_norm = RMSNorm(D, EPSILON, groups, input_is_cut=True)
+        ranks = groups.tp.size
+        self.shape = HeadShape(heads // ranks, max(1, kv_heads // ranks), D)
+        self.q_norm = HeadNorm(D, EPSILON, groups)
+        self.k_norm = HeadNorm(D, EPSILON, groups)
         self.rotary = Rotary(D, THETA)
         self.proj = RowParallelLinear(heads * D, H, groups, bias=True)
 
     def forward(self, x_SBH):
-        q, k, v = (part.unflatten(-1, (-1, D)) for part in self.qkv(x_SBH))
-        q, k = self.rotary(self.q_norm(q), self.k_norm(k))
+        q, k, v = split_heads(self.qkv(x_SBH), None, self.shape, fused=False)
+        table = self.rotary.table(S, x_SBH.device)
+        q, k = (rotate(x, table, fused=False) for x in (self.q_norm(q), self.k_norm(k)))
         return self.proj(sdpa_attention(q, k, v, 0.0))
 
 

@@ -11,6 +11,7 @@ from tests.layers.on_ranks import (
     cut_sequence,
     drawn,
     fill,
+    gradients,
     join_activations,
     join_parameters,
     tensor_groups,
@@ -43,6 +44,28 @@ def test_embedding_is_a_look_up_in_the_whole_table(tensor, sequence):
     assert_close(torch.cat([gradient for _, gradient in ranks]), table.grad)
 
 
+def embed_micro_batches_on_rank(sequence, upstream):
+    groups = tensor_groups(sequence=sequence)
+    layer = VocabParallelEmbedding(V, H, groups)
+    fill(layer, {"weight": drawn(1, V, H)}, torch.bfloat16)
+    layer.weight.grad_dtype = torch.float32
+    layer.weight.grad = total = torch.full(layer.weight.shape, 1000.0)
+    for one in upstream:
+        layer(TOKENS).backward(cut_sequence(one, groups))
+    assert layer.weight.grad is total
+    return total
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+def test_micro_batches_add_up_in_a_gradient_that_is_there(tensor, sequence):
+    """In its own precision: of bf16, 1000 and 1 is 1000. Whole numbers add up exactly."""
+    upstream = drawn(2, 2, *TOKENS.shape, H).mul(3).round()
+    ranks = run_on_ranks(tensor, embed_micro_batches_on_rank, sequence, upstream.bfloat16())
+    expected = torch.full((V, H), 1000.0, dtype=torch.float64)
+    expected.index_add_(0, TOKENS.flatten().repeat(2), upstream.view(-1, H))
+    assert torch.equal(torch.cat(ranks).double(), expected)
+
+
 OWN_POSITIONS = torch.tensor([[0, 0, 0], [1, 1, 0], [0, 2, 1]]).repeat(4, 1)
 
 
@@ -54,7 +77,7 @@ def positions_on_rank(sequence):
         fill(layer, {"weight": drawn(1, 15, H)})
         output = layer(12, positions_SB)
         (output * cut_sequence(drawn(2, 12, 3, H), groups)).sum().backward()
-        results.append((output.detach(), layer.weight.grad))
+        results.append((output.detach(), gradients(layer)["weight"]))
     return results
 
 

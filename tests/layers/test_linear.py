@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lib.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lib.parallel.collectives import Pending
+from lib.parallel.data_parallel import DataParallel, Unit
 from lib.parallel.groups import Group, ParallelGroups
+from lib.parallel.masters import create_masters, fill_shard
 from lib.parallel.mesh import build_mesh
-from lib.parallel.storage import cut_of, store_on_mesh
+from lib.parallel.storage import cuts_of, named_parts
 from tests.distributed import run_on_ranks
 from tests.layers.on_ranks import (
     assert_close,
@@ -59,8 +61,9 @@ def upstream(part_number, rank, columns):
 
 
 def run_column(layer, x, dtype, *, again):
-    outputs = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-    rank = layer.groups.tp.rank
+    joined = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+    columns = [cut.used_rows for cut in cuts_of(layer.weight).values()]
+    outputs, rank = joined.split(columns, dim=-1), layer.groups.tp.rank
     weighted = [
         (output * upstream(number, rank, output.shape[-1]).to(dtype)).sum()
         for number, output in enumerate(outputs)
@@ -80,16 +83,25 @@ def column_on_rank(parts, sequence, options):
 
 
 def stored_on_rank(parts, sequence):
+    """Through masters, twice: the second time finds what the first one left."""
     mesh = build_mesh("cpu", tensor=dist.get_world_size(), pipeline=1, data=1)
     groups = tensor_groups(sequence=sequence)
     layer = ColumnParallelLinear(SIZE_IN, parts, groups, bias=True)
-    fill(layer, column_values(parts))
-    dims = cuts(layer)
-    store_on_mesh(layer, mesh["tp"])
-    x = cut_sequence(drawn(1, S, B, SIZE_IN), groups).clone().requires_grad_()
-    outputs = run_column(layer, x, torch.float64, again=False)
-    grads = {name: value.grad.to_local() for name, value in layer.named_parameters()}
-    return outputs, x.grad, grads, dims
+    held = dict(named_parts(layer))
+    masters = create_masters({n: part.cut for n, part in held.items()}, mesh, torch.float64)
+    for name, value in column_values(parts).items():
+        fill_shard(masters[name], held[name].cut.part_of(value), mesh)
+    unit = Unit((layer,), lasts=False)
+    engine = DataParallel([[unit]], held, masters, torch.float64, groups, "optimizer")
+    for _ in range(2):
+        x = cut_sequence(drawn(1, S, B, SIZE_IN), groups).clone().requires_grad_()
+        engine.start(trains=True)
+        engine.before_backward(0, is_last=True)
+        outputs = run_column(layer, x, torch.float64, again=False)
+        engine.after_backward(0)
+        engine.finish()
+    grads = {name: master.grad.full_tensor() for name, master in masters.items()}
+    return outputs, x.grad, grads, dict.fromkeys(grads)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -149,11 +161,19 @@ def test_fewer_blocks_than_ranks_are_held_whole():
     groups = [ParallelGroups(tp=Group(rank, 4)) for rank in range(4)]
     layers = [ColumnParallelLinear(SIZE_IN, FEW, group, bias=True) for group in groups]
     for layer in layers:
-        assert cut_of(layer.get_submodule("q").weight).dim == 0
-        for name, rows in (("k", 3), ("v", 6)):
-            assert cut_of(layer.get_submodule(name).weight).dim is None
-            assert layer.get_submodule(name).weight.shape == (rows, SIZE_IN)
-            assert layer.get_submodule(name).bias.shape == (rows,)
+        assert layer.weight.shape == (6 + 3 + 3, SIZE_IN)
+        assert layer.bias.shape == (6 + 3 + 3,)
+        parts = dict(named_parts(layer))
+        rank = layer.groups.tp.rank
+        assert parts["q.weight"].cut.dim == 0
+        for name, rows, block in (("k", 3, 0), ("v", 6, rank // 2)):
+            weight, bias = parts[f"{name}.weight"], parts[f"{name}.bias"]
+            assert weight.cut.held_shape == (rows, SIZE_IN)
+            assert bias.cut.held_shape == (rows,)
+            for part in (weight, bias):  # each rank's queries read one block, and give it a part
+                assert part.cut.dim is None
+                assert part.cut.used == slice(3 * block, 3 * block + 3)
+                assert part.cut.sums_gradient
     with pytest.raises(AssertionError):
         ColumnParallelLinear(SIZE_IN, {"k": (2, 3)}, ParallelGroups(tp=Group(0, 3)), bias=False)
     with pytest.raises(AssertionError):
@@ -186,8 +206,8 @@ def test_recomputing_a_column_changes_no_bit(sequence):
 def frozen_on_rank(parts, sequence):
     """Gradients of subsets of the inputs; collectives that each run made."""
     results = []
-    names = ["x", *column_values(parts)]
-    for wanted in [names, *([name] for name in names), ["x", "k.bias"], ["q.weight", "k.bias"]]:
+    names = ["x", "weight", "bias"]
+    for wanted in [names, *([name] for name in names), ["x", "bias"], ["weight", "bias"]]:
         calls = []
         groups = tensor_groups(sequence=sequence, watch=lambda call, _, log=calls: log.append(call))
         layer = ColumnParallelLinear(SIZE_IN, parts, groups, bias=True)
@@ -206,15 +226,14 @@ def test_only_what_is_asked_for_is_computed(sequence):
         everything = rank[0][1]
         for wanted, found, calls in rank:
             for name, gradient in everything.items():
-                if name in wanted:
+                if name.rpartition(".")[2] in wanted:
                     assert torch.equal(found[name], gradient)
                 else:
                     assert found[name] is None
-            weights = any(name.endswith("weight") for name in wanted)
             if sequence:
                 expected = (
                     ["all_gather"]
-                    + ["all_gather"] * weights
+                    + ["all_gather"] * ("weight" in wanted)
                     + (["reduce_scatter"] * ("x" in wanted))
                 )
             else:
@@ -236,15 +255,17 @@ class Products(TorchDispatchMode):
         return result
 
 
-def order_on_rank(sequence):
+def order_on_rank(sequence, is_there):
     log, kept = [], []
     groups = tensor_groups(sequence=sequence)
     groups = replace(groups, tp=replace(groups.tp, watch=lambda call, _: log.append(call)))
-    layer = ColumnParallelLinear(SIZE_IN, CUT, groups, bias=True)
-    fill(layer, column_values(CUT))
+    layer = ColumnParallelLinear(SIZE_IN, ONE, groups, bias=True)
+    fill(layer, column_values(ONE))
     x = cut_sequence(drawn(1, S, B, SIZE_IN), groups).clone().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         outputs = layer(x)
+    if is_there:
+        layer.weight.grad = torch.zeros_like(layer.weight)
     log.clear()
 
     def waited(pending):
@@ -254,24 +275,22 @@ def order_on_rank(sequence):
         return pending.tensor
 
     with patch.object(Pending, "wait", waited), Products(log):
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        outputs.backward(torch.ones_like(outputs))
     return log, kept
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_gradient_is_on_its_way_while_weight_gradients_are_computed(sequence):
-    input_size, q_size, k_size = (S * B, SIZE_IN), (12, SIZE_IN), (12, SIZE_IN)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_gradient_is_on_its_way_while_weight_gradients_are_computed(sequence, is_there):
+    input_size, weight_size = (S * B, SIZE_IN), (6, SIZE_IN)
     summed = "reduce_scatter" if sequence else "all_reduce"
-    expected = [input_size, input_size, summed, q_size, k_size, "wait"]
+    expected = [input_size, summed, weight_size, "wait"]
     if sequence:
-        expected = ["all_gather", *expected[:3], "wait", *expected[3:]]
-    for log, kept in run_on_ranks(2, order_on_rank, sequence):
+        expected = ["all_gather", *expected[:2], "wait", *expected[2:]]
+    for log, kept in run_on_ranks(2, order_on_rank, sequence, is_there):
         assert log == expected
-        # Of the input only this rank's part is kept.
-        assert {tuple(shape) for shape in kept} == {
-            (6 if sequence else S, B, SIZE_IN),
-            (12, SIZE_IN),
-        }
+        # Of the input only this rank's part is kept; the weight has a place of its own.
+        assert [tuple(shape) for shape in kept] == [(6 if sequence else S, B, SIZE_IN)]
 
 
 def row_on_rank(bias, sequence, dtype=torch.float64):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lib.layers.norm import LayerNorm, RMSNorm, build_norm
+from lib.layers.norm import HeadNorm, LayerNorm, RMSNorm, build_norm
 from lib.parallel.groups import ParallelGroups
 from tests.distributed import run_on_ranks
 from tests.layers.on_ranks import (
@@ -28,7 +28,7 @@ def filled(kind, size, epsilon):
 
 
 def by_formula(x, norm, epsilon):
-    if isinstance(norm, RMSNorm):
+    if not isinstance(norm, LayerNorm):
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * norm.weight
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
@@ -37,17 +37,20 @@ def by_formula(x, norm, epsilon):
 
 @pytest.mark.parametrize(("kind", "type_"), [("layernorm", LayerNorm), ("rmsnorm", RMSNorm)])
 @pytest.mark.parametrize("epsilon", [1e-5, 0.5])
-def test_forward_and_gradients(kind, type_, epsilon):
+@pytest.mark.parametrize("adds", [False, True])
+def test_forward_and_gradients(kind, type_, adds, epsilon):
     norm = filled(kind, 24, epsilon)
     assert isinstance(norm, type_)
     x = torch.randn(5, 2, 24, dtype=torch.float64).requires_grad_()
-    upstream = torch.randn_like(x)
-    leaves = [x, *norm.parameters()]
-    expected = torch.autograd.grad((by_formula(x, norm, epsilon) * upstream).sum(), leaves)
-    found = torch.autograd.grad((norm(x) * upstream).sum(), leaves)
-    torch.testing.assert_close(norm(x), by_formula(x, norm, epsilon), **FLOAT64)
-    for gradient, truth in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, truth, **FLOAT64)
+    branch = torch.randn_like(x, requires_grad=True) if adds else None
+    total = x if branch is None else x + branch
+    upstreams = torch.randn(2, *x.shape, dtype=torch.float64).unbind()
+    leaves = [x, *norm.parameters()] + ([] if branch is None else [branch])
+    outputs, truths = norm(x, branch), (total, by_formula(total, norm, epsilon))
+    expected = torch.autograd.grad(truths, leaves, upstreams)
+    found = torch.autograd.grad(outputs, leaves, upstreams)
+    for value, truth in zip((*outputs, *found), (*truths, *expected), strict=True):
+        torch.testing.assert_close(value, truth, **FLOAT64)
 
 
 def test_parameters():
@@ -57,10 +60,11 @@ def test_parameters():
         assert [name for name, _ in norm.named_parameters()] == names
 
 
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_each_head_is_normalised_by_itself(kind):
-    norm = filled(kind, 6, 1e-5)
+def test_each_head_is_normalised_by_itself():
+    norm = HeadNorm(6, 1e-5, ParallelGroups()).double()
+    torch.nn.init.normal_(norm.weight)
     x = torch.randn(3, 2, 4, 6, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), by_formula(x, norm, 1e-5), **FLOAT64)
     assert torch.equal(norm(x)[1, 1, 2], norm(x[1, 1, 2]))
 
 
@@ -69,7 +73,7 @@ def test_bf16_is_normalised_in_higher_precision(kind):
     norm = filled(kind, 64, 1e-5)
     x = 100 + torch.randn(8, 64)  # a mean that bf16 sums would drown in
     truth = by_formula(x.bfloat16().double(), norm.double(), 1e-5).detach()
-    found = norm.bfloat16()(x.bfloat16()).double()
+    found = norm.bfloat16()(x.bfloat16())[1].double()
     eps = torch.finfo(torch.bfloat16).eps
     # Weight, bias and result are rounded once each.
     torch.testing.assert_close(found, truth, rtol=3 * eps, atol=3 * eps)
@@ -84,7 +88,7 @@ def norm_on_rank(kind, sequence):
     norm = build_norm(kind, 6, 1e-5, groups)
     fill(norm, values_of(kind))
     x = cut_sequence(drawn(3, 12, 2, 6), groups).clone().requires_grad_()
-    output = norm(x)
+    _, output = norm(x)
     (output * cut_sequence(drawn(4, 12, 2, 6), groups)).sum().backward()
     return output.detach(), x.grad, gradients(norm)
 
@@ -92,7 +96,7 @@ def norm_on_rank(kind, sequence):
 def heads_on_rank(sequence):
     """Every rank has heads of its own, whole sequences of them."""
     groups = tensor_groups(sequence=sequence)
-    norm = RMSNorm(6, 1e-5, groups, input_is_cut=True)
+    norm = HeadNorm(6, 1e-5, groups)
     fill(norm, values_of("rmsnorm"))
     x = drawn(3, 12, 2, 6).chunk(groups.tp.size)[groups.tp.rank].clone().requires_grad_()
     output = norm(x)

@@ -1,9 +1,9 @@
-"""Rotary positions: complex multiplication, relative distance, and its limits."""
+"""Rotary positions: complex multiplication, relative distance, its limits; heads cut and turned."""
 
 import pytest
 import torch
 
-from lib.layers.rotary import Rotary, apply_rotary, rotary_table
+from lib.layers.rotary import HeadShape, Rotary, rotary_table, rotate, split_heads
 from tests.reference import FLOAT64, plain_rotary
 
 _CPU = torch.device("cpu")
@@ -11,7 +11,8 @@ _FP32_EPS = torch.finfo(torch.float32).eps
 
 
 def turned(x_SBND, theta=10_000.0):
-    return apply_rotary(x_SBND, rotary_table(x_SBND.shape[0], x_SBND.shape[-1], theta, _CPU))
+    table = rotary_table(x_SBND.shape[0], x_SBND.shape[-1], theta, _CPU)
+    return rotate(x_SBND, table, fused=False)
 
 
 @pytest.mark.parametrize("theta", [100.0, 10_000.0, 500_000.0])
@@ -26,19 +27,14 @@ def test_equals_complex_multiplication(head_dim, theta):
 @pytest.mark.parametrize("theta", [100.0, 10_000.0])
 def test_angles_are_position_over_wavelength(theta):
     table = rotary_table(2048, 8, theta, _CPU)
-    assert table.shape == (2, 2048, 1, 1, 8)
+    assert table.shape == (2, 2048, 4)
     assert table.dtype == torch.float32
     frequencies = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     angles = torch.outer(torch.arange(2048, dtype=torch.float64), frequencies)
     # Frequencies and angles are rounded to fp32 (a few units in the last place of the exponent).
     error = 2048 * 4 * _FP32_EPS
-    for half in (slice(0, 4), slice(4, 8)):
-        torch.testing.assert_close(
-            table[0, :, 0, 0, half].double(), angles.cos(), rtol=0, atol=error
-        )
-        torch.testing.assert_close(
-            table[1, :, 0, 0, half].double(), angles.sin(), rtol=0, atol=error
-        )
+    torch.testing.assert_close(table[0].double(), angles.cos(), rtol=0, atol=error)
+    torch.testing.assert_close(table[1].double(), angles.sin(), rtol=0, atol=error)
 
 
 def test_products_depend_on_the_distance_alone():
@@ -77,27 +73,50 @@ def test_dtype_is_kept(dtype):
     torch.testing.assert_close(y.double(), turned(x.double()), rtol=0, atol=16 * eps)
 
 
-def test_the_object_turns_queries_and_keys_alike():
-    rotary = Rotary(8, 500.0)
-    q, k = torch.randn(9, 2, 4, 8, dtype=torch.float64), torch.randn(9, 2, 1, 8).double()
-    turned_q, turned_k = rotary(q, k)
-    for x, found in ((q, turned_q), (k, turned_k)):
-        for head in range(x.shape[2]):
-            expected = plain_rotary(x[:, :, head].transpose(0, 1), 500.0).transpose(0, 1)
-            torch.testing.assert_close(found[:, :, head], expected, **FLOAT64)
-
-
 def test_sequences_may_have_positions_of_their_own():
     rotary = Rotary(8, 500.0)
     positions_SB = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 2], [2, 3]])
-    q, k = torch.randn(5, 2, 4, 8, dtype=torch.float64), torch.randn(5, 2, 1, 8).double()
-    turned_q, turned_k = rotary(q, k, positions_SB)
-    for x, found in ((q, turned_q), (k, turned_k)):
-        for row in range(2):
-            expected = plain_rotary(x[:, row].transpose(0, 1), 500.0, positions_SB[:, row])
-            torch.testing.assert_close(found[:, row], expected.transpose(0, 1), **FLOAT64)
-    plain = rotary(q, k, torch.arange(5)[:, None].expand(5, 2))
-    assert all(map(torch.equal, plain, rotary(q, k)))
+    x = torch.randn(5, 2, 4, 8, dtype=torch.float64)
+    found = rotate(x, rotary.table(5, _CPU, positions_SB), fused=False)
+    for row in range(2):
+        expected = plain_rotary(x[:, row].transpose(0, 1), 500.0, positions_SB[:, row])
+        torch.testing.assert_close(found[:, row], expected.transpose(0, 1), **FLOAT64)
+    counted = rotary.table(5, _CPU, torch.arange(5)[:, None].expand(5, 2))
+    assert torch.equal(counted, rotary.table(5, _CPU).unsqueeze(2).expand(2, 5, 2, 4))
+
+
+@pytest.mark.parametrize("kind", ["none", "shared", "by sequence"])
+def test_a_projection_is_cut_into_its_heads(kind):
+    """Column by column: head n of the queries lies before all keys, keys before values."""
+    shape, rotary = HeadShape(num_heads=4, num_groups=2, head_dim=6), Rotary(6, 500.0)
+    positions_SB = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    table = {
+        "none": None,
+        "shared": rotary.table(3, _CPU),
+        "by sequence": rotary.table(3, _CPU, positions_SB),
+    }[kind]
+    qkv = torch.randn(3, 2, 8 * 6, dtype=torch.float64)
+    before = qkv.clone()
+    q, k, v = split_heads(qkv, table, shape, fused=False)
+    assert q.shape == (3, 2, 4, 6)
+    assert k.shape == v.shape == (3, 2, 2, 6)
+    for row in range(2):
+        positions = positions_SB[:, row] if kind == "by sequence" else None
+        for number, head in enumerate((*q[:, row].unbind(1), *k[:, row].unbind(1))):
+            expected = before[:, row, number * 6 : number * 6 + 6]
+            if table is not None:
+                expected = plain_rotary(expected.unsqueeze(0), 500.0, positions)[0]
+            torch.testing.assert_close(head, expected, **FLOAT64)
+    assert torch.equal(v.flatten(-2), before[..., 6 * 6 :])
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+def test_the_gradient_of_a_projection(with_table):
+    shape = HeadShape(num_heads=3, num_groups=1, head_dim=4)
+    table = Rotary(4, 100.0).table(3, _CPU) if with_table else None
+    qkv = torch.randn(3, 2, 5 * 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: split_heads(x, table, shape, fused=False), qkv)
 
 
 def test_the_table_is_kept_and_serves_shorter_sequences(monkeypatch):
@@ -109,21 +128,16 @@ def test_the_table_is_kept_and_serves_shorter_sequences(monkeypatch):
 
     monkeypatch.setattr("lib.layers.rotary.rotary_table", counted)
     rotary = Rotary(8, 1e4)
-    for length, dtype in ((5, torch.float32), (5, torch.float32), (3, torch.float32)):
-        x = torch.randn(length, 1, 2, 8, dtype=dtype)
-        assert torch.equal(rotary(x, x)[0], turned(x))
-    assert made == [5]
-    for length, dtype in ((6, torch.float32), (5, torch.float64), (6, torch.float64)):
-        x = torch.randn(length, 1, 2, 8, dtype=dtype)
-        assert torch.equal(rotary(x, x)[1], turned(x))
-    assert made == [5, 6, 5, 6]
+    for length in (5, 5, 3, 6, 5, 6):
+        assert torch.equal(rotary.table(length, _CPU), rotary_table(length, 8, 1e4, _CPU))
+    assert made == [5, 6]
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_a_table_made_without_gradients_serves_training(context):
     rotary = Rotary(8, 1e4)
-    x = torch.randn(4, 1, 2, 8, dtype=torch.float64)
     with context():
-        rotary(x, x)
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(rotary, (x, x.detach()))
+        rotary.table(4, _CPU)
+    table = rotary.table(4, _CPU)
+    x = torch.randn(4, 1, 2, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y: rotate(y, table, fused=False), x)

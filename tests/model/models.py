@@ -6,8 +6,9 @@ from lib.config.schema import ModelConfig
 from lib.layers.attention import attention_backend
 from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
+from lib.model.recompute import Recompute
 from lib.parallel.groups import ParallelGroups
-from lib.parallel.storage import cut_of
+from tests import stored
 
 VOCAB_SIZE = 37
 PADDED = 48
@@ -43,15 +44,23 @@ QWEN = LLAMA.model_copy(
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "qwen": QWEN}
 
 
-def build(config, *, vocab_size=VOCAB_SIZE, padded=PADDED, seed=1234, tp=None, backend="auto"):
+def build(
+    config,
+    *,
+    vocab_size=VOCAB_SIZE,
+    padded=PADDED,
+    seed=1234,
+    groups=None,
+    backend="auto",
+    recompute=None,
+):
     """The initialised fp32 model, or one rank's part of it."""
-    groups = ParallelGroups() if tp is None else ParallelGroups(tp=tp)
     model = GPTModel(
         config,
         vocab_size=vocab_size,
         padded_vocab_size=padded,
-        groups=groups,
-        options=ModelOptions(attention_backend(backend)),
+        groups=groups or ParallelGroups(),
+        options=ModelOptions(attention_backend(backend), recompute or Recompute()),
         part=whole_model(config),
     )
     initialize(model, config, vocab_size=vocab_size, seed=seed)
@@ -72,15 +81,12 @@ def roughen(weights, config):
 
 def rough_weights(config, **options):
     """Whole weights by global name, float64."""
-    model = build(config, **options)
-    return roughen({name: value.detach() for name, value in model.named_parameters()}, config)
+    return roughen(stored.values_of(build(config, **options)), config)
 
 
 def fill(model, weights):
-    """Gives a rank's float64 model its part of whole weights."""
-    model.double()
-    for name, parameter in model.named_parameters():
-        parameter.data = cut_of(parameter).part_of(weights[name]).clone()
+    """Gives a rank's model, float64 then, its part of whole weights."""
+    stored.fill(model, weights)
 
 
 def join(parts, full_shape):

@@ -8,6 +8,7 @@ from lib.config.run_config import count_parameters
 from lib.layers.attention import attention_backend
 from lib.model.gpt import GPTModel, ModelOptions, StageSlice
 from lib.parallel.groups import Group, ParallelGroups
+from lib.parallel.storage import named_parts
 from tests.distributed import run_on_ranks
 from tests.model.models import (
     CONFIGS,
@@ -23,10 +24,11 @@ from tests.model.models import (
     rough_weights,
 )
 from tests.reference import FLOAT64, plain_logits, plain_losses
+from tests.stored import gradients_of
 
 
 def shapes(model):
-    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+    return {name: tuple(part.value.shape) for name, part in named_parts(model)}
 
 
 def both_layers(by_name):
@@ -122,9 +124,11 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, backend):
     factors = torch.randn(3, 9, dtype=torch.float64)
     (losses.T * factors).sum().backward()
     (expected * factors).sum().backward()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[key].grad, **FLOAT64)
-        assert parameter.grad.ne(0).any()
+    found = gradients_of(model)
+    assert set(found) == set(weights)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, weights[key].grad, **FLOAT64)
+        assert gradient.ne(0).any()
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -192,7 +196,7 @@ def test_stages_one_after_another_are_the_whole_model():
     ]
     for stage in stages:
         fill(stage, weights)
-    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    names = [name for stage in stages for name, _ in named_parts(stage)]
     assert sorted(names) == sorted(weights)
     tokens, labels = drawn_tokens(6, 2, 8)
     hidden = stages[0](tokens.T)
@@ -200,35 +204,44 @@ def test_stages_one_after_another_are_the_whole_model():
     assert torch.equal(stages[1](hidden, labels.T), whole(tokens.T, labels.T))
 
 
-def train_pass_on_rank(name, tokens, labels):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = CONFIGS[name].model_copy(update={"num_query_groups": 4})
-    model = build(config, tp=Group(rank, size, dist.group.WORLD))
+def train_pass_on_rank(config, tokens, labels):
+    tp = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    model = build(config, groups=ParallelGroups(tp=tp))
     fill(model, rough_weights(config))
     losses = model(tokens.T, labels.T)
     losses.sum().backward()
     logits = model(tokens.T).detach()
-    return losses.detach(), logits, {key: value.grad for key, value in model.named_parameters()}
+    return losses.detach(), logits, gradients_of(model)
 
 
-@pytest.mark.parametrize("tensor", [2, 4])
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_tensor_ranks_together_are_the_whole_model(name, tensor):
-    """Losses, logits and every gradient; what each rank holds whole has one gradient (B29)."""
-    config = CONFIGS[name].model_copy(update={"num_query_groups": 4})
+@pytest.mark.parametrize(
+    ("name", "tensor", "kv_heads"),
+    [
+        *((name, tensor, 4) for name in sorted(CONFIGS) for tensor in (2, 4)),
+        ("gpt2", 2, 1),
+        ("llama", 4, 2),
+        ("qwen", 4, 1),
+    ],
+)
+def test_tensor_ranks_together_are_the_whole_model(name, tensor, kv_heads):
+    """Losses, logits and every gradient; what each rank holds whole has one gradient (B29).
+
+    Where there are fewer key heads than ranks, and for norms of heads, it is a sum of parts.
+    """
+    config = CONFIGS[name].model_copy(update={"num_query_groups": kv_heads})
     tokens, labels = drawn_tokens(7, 2, 9)
     whole = build(config)
     fill(whole, rough_weights(config))
     losses = whole(tokens.T, labels.T)
     losses.sum().backward()
-    ranks = run_on_ranks(tensor, train_pass_on_rank, name, tokens, labels)
+    ranks = run_on_ranks(tensor, train_pass_on_rank, config, tokens, labels)
     for rank in ranks:
         torch.testing.assert_close(rank[0], losses.detach(), **FLOAT64)
     logits = torch.cat([rank[1] for rank in ranks], dim=-1)
     torch.testing.assert_close(logits, whole(tokens.T).detach(), **FLOAT64)
-    for key, parameter in whole.named_parameters():
-        gathered = join([rank[2][key] for rank in ranks], parameter.shape)
-        torch.testing.assert_close(gathered, parameter.grad, **FLOAT64)
+    for key, gradient in gradients_of(whole).items():
+        gathered = join([rank[2][key] for rank in ranks], gradient.shape)
+        torch.testing.assert_close(gathered, gradient, **FLOAT64)
 
 
 def test_evaluation_mode_drops_nothing():

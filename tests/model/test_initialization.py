@@ -7,15 +7,17 @@ import torch
 import torch.distributed as dist
 
 from lib.model.initialization import initial_value
-from lib.parallel.groups import Group
+from lib.parallel.groups import Group, ParallelGroups
 from tests.distributed import run_on_ranks
 from tests.model.models import CONFIGS, GPT2, LLAMA, PADDED, VOCAB_SIZE, build, join
+from tests.stored import values_of
 
 
 def weights_on_rank(name):
     config = CONFIGS[name].model_copy(update={"num_query_groups": 4})
-    model = build(config, tp=Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
-    return {key: value.detach() for key, value in model.named_parameters()}
+    tp = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    model = build(config, groups=ParallelGroups(tp=tp))
+    return values_of(model)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -24,7 +26,7 @@ def test_the_same_model_at_every_tensor_degree(name, tensor):
     """B30: gathered shards are bitwise the whole model's, and shards differ from each other."""
     config = CONFIGS[name].model_copy(update={"num_query_groups": 4})
     ranks = run_on_ranks(tensor, weights_on_rank, name)
-    for key, value in build(config).named_parameters():
+    for key, value in values_of(build(config)).items():
         assert torch.equal(join([rank[key] for rank in ranks], value.shape), value)
         if ranks[0][key].shape != value.shape and value.ndim == 2:
             assert not torch.equal(ranks[0][key], ranks[1][key])
@@ -65,7 +67,7 @@ def test_padding_rows_are_zero_and_change_nothing(name):
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA])
 def test_vectors(config):
-    for name, value in build(config).named_parameters():
+    for name, value in values_of(build(config)).items():
         if value.ndim == 1:
             assert value.eq(0.0 if name.endswith("bias") else 1.0).all()
             assert name.endswith("bias") or "layernorm" in name
@@ -86,7 +88,7 @@ def test_the_default_generator_is_left_alone():
     first = build(GPT2)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(99)
-    for one, other in zip(first.parameters(), build(GPT2).parameters(), strict=True):
+    for one, other in zip(values_of(first).values(), values_of(build(GPT2)).values(), strict=True):
         assert torch.equal(one, other)
 
 

@@ -9,6 +9,7 @@ from lib.pipeline.executor import run_plan
 from lib.pipeline.schedule import one_forward_one_backward
 from tests.model.models import GPT2, VOCAB_SIZE, build, drawn_tokens, fill, rough_weights
 from tests.reference import FLOAT64, plain_losses
+from tests.stored import gradients_of
 
 
 def rough_model():
@@ -121,5 +122,7 @@ def test_rows_of_1_9_3_and_0_tokens_weigh_by_their_tokens(size):
         grad_scale=1.0 / sum(batch.num_tokens for batch in batches),
     )
     torch.testing.assert_close(torch.stack(losses).sum() / 13, expected.detach(), **FLOAT64)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[key].grad, **FLOAT64)
+    found = gradients_of(model)
+    assert set(found) == set(weights)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, weights[key].grad, **FLOAT64)

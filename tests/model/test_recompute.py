@@ -22,6 +22,7 @@ from lib.parallel.groups import Group, ParallelGroups
 from lib.parallel.random import seed_default_stream, shard_stream
 from tests.distributed import run_on_ranks
 from tests.model.models import CONFIGS, PADDED, VOCAB_SIZE, drawn_tokens, fill, rough_weights
+from tests.stored import gradients_of
 
 _LAYERS = 3
 _CPU = torch.device("cpu")
@@ -86,8 +87,7 @@ def step(config, groups, recompute):
     states = [torch.get_rng_state()]
     if groups.shard_stream is not None:
         states.append(groups.shard_stream.state)
-    gradients = {name: value.grad for name, value in model.named_parameters()}
-    return [loss.detach() for loss in losses], gradients, states, calls
+    return [loss.detach() for loss in losses], gradients_of(model), states, calls
 
 
 def all_modes_on_rank(name, dropout, sequence):

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lib.optim.clipping import clip_gradients
+from lib.parallel.data_parallel import DataParallel, Unit
 from lib.parallel.groups import ParallelGroups
-from lib.parallel.mesh import build_mesh, data_mesh, groups_of
-from lib.parallel.storage import local
+from lib.parallel.masters import create_masters
+from lib.parallel.mesh import build_mesh, groups_of
+from lib.parallel.storage import Cut, local, named_parts, replica, shard
 from tests.distributed import run_on_ranks
+from tests.optim.clipped import clip_gradients
 
 
 def parameters_with(gradients):
@@ -132,50 +132,57 @@ def full_gradients(dtype=torch.float64):
 
 
 class Given(nn.Module):
-    """A model whose gradients are ``gradients``, as the parallel engine stores and reduces them."""
+    """A model whose gradients are ``gradients``, as the parallel engine reduces them."""
 
-    def __init__(self, gradients, mesh):
+    def __init__(self, gradients, groups):
         super().__init__()
-        self.parts = {}
-        self.copies = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
-        tp, tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
+        self.copies = groups.dp.size
+        self.gradients = {}
         for name, gradient in gradients.items():
-            cut = _CUTS[name]
-            self.parts[name] = gradient if cut is None else gradient.chunk(tp, cut)[tp_rank]
-            part = torch.zeros_like(self.parts[name])
-            placement = Replicate() if cut is None else Shard(cut)
-            stored = DTensor.from_local(part, mesh["tp"], [placement], run_check=False)
-            setattr(self, name, nn.Parameter(stored))
+            cut = Cut(_SHAPES[name], _CUTS[name], groups.tp)
+            self.gradients[name] = cut.part_of(gradient)
+            parameter = replica(_SHAPES[name], groups.tp)
+            if cut.dim is not None:
+                parameter = shard(_SHAPES[name], cut.dim, groups.tp)
+            self.register_parameter(name, parameter)
 
     def forward(self):
         parameters = self.named_parameters()
-        return sum((local(p) * self.parts[name]).sum() for name, p in parameters) / self.copies
+        return sum((p * self.gradients[name]).sum() for name, p in parameters) / self.copies
 
 
-def model_on_rank(layout, dtype):
-    """This rank's stage of ``Given``, its gradients complete, and which of them are tied copies."""
+def masters_on_rank(layout, dtype):
+    """Masters of this rank's stage of ``Given``, with gradients; groups; which are tied copies."""
     mesh = build_mesh("cpu", **layout)
     stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
     names = _STAGES[stage] if stages == 2 else _SHAPES.keys()
     gradients = {name: full_gradients(dtype)[name] for name in _SHAPES if name in names}
-    model = Given(gradients, mesh)
-    fully_shard(model, mesh=data_mesh(mesh))
-    model.set_gradient_divide_factor(1.0)
-    model.set_force_sum_reduction_for_comms(True)
+    groups = groups_of(mesh)
+    model = Given(gradients, groups)
+    parts = dict(named_parts(model))
+    masters = create_masters({name: part.cut for name, part in parts.items()}, mesh, dtype)
+    for master in masters.values():
+        nn.init.zeros_(local(master.detach()))
+    unit = Unit((model,), lasts=True)
+    engine = DataParallel([[unit]], parts, masters, dtype, groups, "optimizer")
+    engine.start(trains=True)
+    engine.before_backward(0, is_last=True)
     model().backward()
-    copies = {model.table} if stage == 1 else set()
-    return model, groups_of(mesh), copies
+    engine.after_backward(0)
+    engine.finish()
+    copies = {masters["table"]} if stage == 1 else set()
+    return masters, groups, copies
 
 
 def clip_on_rank(layout, max_norm):
-    model, groups, copies = model_on_rank(layout, torch.float64)
+    masters, groups, copies = masters_on_rank(layout, torch.float64)
     scale = 2.0**20
-    for parameter in model.parameters():
+    for parameter in masters.values():
         local(parameter.grad).mul_(scale)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
-        norm = clip_gradients(model.parameters(), max_norm, groups, copies=copies, loss_scale=scale)
-    clipped = {name: value.grad.full_tensor() for name, value in model.named_parameters()}
-    kinds = {type(place).__name__ for p in model.parameters() for place in p.grad.placements}
+        norm = clip_gradients(masters.values(), max_norm, groups, copies=copies, loss_scale=scale)
+    clipped = {name: value.grad.full_tensor() for name, value in masters.items()}
+    kinds = {type(place).__name__ for p in masters.values() for place in p.grad.placements}
     return norm, clipped, sums.call_count, kinds
 
 
@@ -226,12 +233,12 @@ def test_the_layouts_have_every_kind_of_placement():
 
 def spoil_on_rank(layout, rank, name, value):
     """One value on one rank is spoilt."""
-    model, groups, copies = model_on_rank(layout, torch.float32)
+    masters, groups, copies = masters_on_rank(layout, torch.float32)
     if dist.get_rank() == rank:
-        local(getattr(model, name).grad).view(-1)[0] = value
-    before = [local(p.grad).clone() for p in model.parameters()]
-    norm = clip_gradients(model.parameters(), 1.0, groups, copies=copies, loss_scale=4.0)
-    after = [local(p.grad) for p in model.parameters()]
+        local(masters[name].grad).view(-1)[0] = value
+    before = [local(p.grad).clone() for p in masters.values()]
+    norm = clip_gradients(masters.values(), 1.0, groups, copies=copies, loss_scale=4.0)
+    after = [local(p.grad) for p in masters.values()]
     pairs = zip(before, after, strict=True)
     return norm, all(torch.equal(b.nan_to_num(), a.nan_to_num()) for b, a in pairs)
 
@@ -258,10 +265,10 @@ def test_one_bad_value_on_one_rank_reaches_all(layout, rank, name, value):
 
 def large_on_rank(layout):
     """Gradients whose squares fp32 cannot hold."""
-    model, groups, copies = model_on_rank(layout, torch.float32)
-    for parameter in model.parameters():
+    masters, groups, copies = masters_on_rank(layout, torch.float32)
+    for parameter in masters.values():
         local(parameter.grad).mul_(2.0**100)
-    return clip_gradients(model.parameters(), 0.0, groups, copies=copies, loss_scale=2.0**100)
+    return clip_gradients(masters.values(), 0.0, groups, copies=copies, loss_scale=2.0**100)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "data 2", "data 2 x tensor 2", "pipeline 2"])

@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lib.optim.clipping import clip_gradients
 from lib.optim.gradient_statistics import gradient_statistics
 from lib.parallel.groups import ParallelGroups
-from lib.parallel.mesh import build_mesh, data_mesh, groups_of
-from lib.parallel.storage import local
+from lib.parallel.masters import create_masters, fill_shard, gradient_of
+from lib.parallel.mesh import build_mesh, groups_of
+from lib.parallel.storage import Cut, local
 from tests.distributed import run_on_ranks
+from tests.optim.clipped import clip_gradients
 
 # Full shape, and the dimension that the tensor-parallel group cuts.
 _KINDS = {
@@ -129,22 +128,17 @@ def test_the_norms_make_up_the_norm_that_clipping_sees():
 def sharded_on_rank(layout):
     """This rank's shards of the gradients, as the parallel engine stores them."""
     mesh = build_mesh("cpu", **layout)
-    stage, tp_rank = mesh["pp"].get_local_rank(), mesh["tp"].get_local_rank()
+    stage = mesh["pp"].get_local_rank()
     names = _STAGES[stage] if layout["pipeline"] == 2 else _KINDS.keys()
-    model, named = nn.Module(), {}
-    for name in (name for name in _KINDS if name in names):
-        cut, full = _KINDS[name][1], full_gradients()[name]
-        part = full if cut is None else full.chunk(layout["tensor"], cut)[tp_rank]
-        placement = Replicate() if cut is None else Shard(cut)
-        # The values of the parameters serve as gradients: fully_shard cuts both alike.
-        stored = DTensor.from_local(part.contiguous(), mesh["tp"], [placement], run_check=False)
-        model.register_parameter(name.replace(".", "_"), nn.Parameter(stored))
-        named[name] = name.replace(".", "_")
-    fully_shard(model, mesh=data_mesh(mesh))
-    parameters = {name: getattr(model, place) for name, place in named.items()}
-    for parameter in parameters.values():
-        parameter.grad = parameter.detach().clone()
-        local(parameter.grad).mul_(8.0)
+    cuts = {
+        name: Cut(shape, dim, groups_of(mesh).tp)
+        for name, (shape, dim) in _KINDS.items()
+        if name in names
+    }
+    parameters, gradients = (create_masters(cuts, mesh, torch.float32) for _ in range(2))
+    for name, parameter in parameters.items():
+        fill_shard(gradients[name], cuts[name].part_of(full_gradients()[name]), mesh)
+        parameter.grad = gradient_of(parameter, local(gradients[name].detach()).mul_(8.0))
     copies = {parameters["embedding.weight"]} if stage == 1 else set()
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions:
         rows = gradient_statistics(parameters, groups_of(mesh), copies=copies, loss_scale=8.0)

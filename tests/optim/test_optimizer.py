@@ -8,6 +8,7 @@ from torch import nn
 
 from lib.optim.optimizer import build_optimizer, decay_table, decays, set_learning_rate
 from tests.model.models import CONFIGS, build
+from tests.stored import values_of
 
 
 def optimizer_of(parameters, *, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1):
@@ -19,8 +20,8 @@ def optimizer_of(parameters, *, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_only_matrices_decay(name):
     """B40: lr 0.1, decay 0.1, gradients zero: matrices shrink by 1 %, all else stays."""
-    model = build(CONFIGS[name]).double()
-    parameters = dict(model.named_parameters())
+    values = values_of(build(CONFIGS[name]).double())
+    parameters = {key: nn.Parameter(value) for key, value in values.items()}
     optimizer = optimizer_of(parameters)
     before = {key: value.detach().clone() for key, value in parameters.items()}
     for parameter in parameters.values():
@@ -108,7 +109,7 @@ def test_moments_of_fp32_weights_are_fp32():
 
 
 def test_every_group_gets_the_rate_and_every_parameter_is_in_one_group():
-    parameters = dict(build(CONFIGS["gpt2"]).named_parameters())
+    parameters = values_of(build(CONFIGS["gpt2"]))
     optimizer = optimizer_of(parameters, weight_decay=0.25)
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
@@ -123,7 +124,7 @@ def test_a_model_without_vectors_has_one_group():
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_the_table_counts_every_parameter_once(name):
-    parameters = dict(build(CONFIGS[name]).named_parameters())
+    parameters = values_of(build(CONFIGS[name]))
     counts = {True: 0, False: 0}
     rows = [(key, tuple(value.shape), decays(value)) for key, value in parameters.items()]
     for line in decay_table(rows):

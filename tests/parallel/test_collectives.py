@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lib.parallel import collectives
 from lib.parallel.collectives import (
     all_reduce,
-    copy_to_group,
+    exchange_parts,
     gather_first_dim,
     leave_tensor_parallel,
     reduce_from_group,
@@ -18,7 +18,6 @@ from lib.parallel.collectives import (
     start_all_reduce,
     start_gather_first_dim,
     start_reduce_scatter_first_dim,
-    sum_partial_gradient,
 )
 from lib.parallel.groups import Group, ParallelGroups
 from tests.distributed import run_on_ranks
@@ -75,6 +74,25 @@ def test_raw_collectives(size, dtype):
             assert torch.equal(found, expected[name])
 
 
+def given_on_rank():
+    """A reduction whose result has a place already."""
+    group = world()
+    places = torch.full((2, 12 // group.size, 3), torch.nan, dtype=torch.float64)
+    pending = start_reduce_scatter_first_dim(
+        part_of_rank(group.rank, torch.float64), group, places[0]
+    )
+    found = pending.wait()
+    return found.data_ptr() == places.data_ptr(), found, places[1].isnan().all().item()
+
+
+def test_a_reduction_into_given_memory():
+    total = part_of_rank(0, torch.float64) + part_of_rank(1, torch.float64)
+    for rank, (is_there, found, rest_is_left) in enumerate(run_on_ranks(2, given_on_rank)):
+        assert is_there
+        assert rest_is_left
+        assert torch.equal(found, total.chunk(2)[rank])
+
+
 def maximum_on_rank():
     group = world()
     return all_reduce(torch.tensor([float(group.rank)]), group, dist.ReduceOp.MAX)
@@ -84,25 +102,18 @@ def test_other_reductions():
     assert [found.item() for found in run_on_ranks(2, maximum_on_rank)] == [1.0, 1.0]
 
 
-def both_on_rank():
+def whole_on_rank():
     group = world()
-    x = torch.arange(6.0).view(2, 3).requires_grad_()
-    copied = copy_to_group(x, group)
-    (copied * (group.rank + 1)).sum().backward()
     part = (torch.ones(2, 3) * 10**group.rank).requires_grad_()
     reduced = reduce_from_group(part, group)
     (reduced * torch.arange(6.0).view(2, 3)).sum().backward()
-    return copied.detach(), x.grad, reduced.detach(), part.grad, part.detach()
+    return reduced.detach(), part.grad, part.detach()
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_whole_activations(size):
     numbers = torch.arange(6.0).view(2, 3)
-    for rank, (copied, sum_grad, reduced, same_grad, part) in enumerate(
-        run_on_ranks(size, both_on_rank)
-    ):
-        assert torch.equal(copied, numbers)
-        assert sum_grad.eq(sum(range(1, size + 1))).all()
+    for rank, (reduced, same_grad, part) in enumerate(run_on_ranks(size, whole_on_rank)):
         assert reduced.eq(sum(10**r for r in range(size))).all()
         assert torch.equal(same_grad, numbers)
         assert part.eq(10**rank).all()  # the input is left as it was
@@ -129,18 +140,39 @@ def test_cut_activations(size):
         assert torch.equal(whole_grad, joined_gradient.double())
 
 
+def exchanged_on_rank():
+    """Each rank's term of the part of rank p is 100^p times its own numbers."""
+    group = world()
+    asked = []
+
+    def term(rank):
+        asked.append(rank)
+        return part_of_rank(group.rank, torch.float64)[:2] * 100.0**rank
+
+    return exchange_parts(term, group), asked
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_sum_taken_part_by_part_is_the_sum(size):
+    total = sum(part_of_rank(rank, torch.float64)[:2] for rank in range(size))
+    for rank, (found, asked) in enumerate(run_on_ranks(size, exchanged_on_rank)):
+        torch.testing.assert_close(found, total * 100.0**rank, rtol=1e-15, atol=0)
+        assert sorted(asked) == list(range(size))  # each part is computed once
+        assert asked[-1] == rank  # what goes nowhere comes last
+
+
 def shared_gradient_on_rank():
-    """The incoming gradient of the copy is also that of ``other``: a sum passes one on to both."""
+    """The incoming gradient of the sum is also that of ``other``: it is passed on to both."""
     x, other = torch.ones(3).requires_grad_(), torch.ones(3).requires_grad_()
-    earlier = other * 1.0  # its backward comes after that of the copy
-    total = copy_to_group(x, world()) + earlier
+    earlier = other * 1.0  # its backward comes after that of the sum
+    total = reduce_from_group(x, world()) + earlier
     total.backward(torch.full((3,), 10.0 ** dist.get_rank()))
     return x.grad, other.grad
 
 
 def test_backward_leaves_the_incoming_gradient_as_it_was():
-    for rank, (copied, other) in enumerate(run_on_ranks(2, shared_gradient_on_rank)):
-        assert copied.eq(11.0).all()
+    for rank, (reduced, other) in enumerate(run_on_ranks(2, shared_gradient_on_rank)):
+        assert reduced.eq(10.0**rank).all()
         assert other.eq(10.0**rank).all()
 
 
@@ -148,25 +180,22 @@ def strided_on_rank():
     group = world()
     x = torch.arange(6.0).view(2, 3).t().requires_grad_()
     reduce_from_group(x, group).sum().backward()
-    y = torch.arange(6.0).requires_grad_()
-    copy_to_group(y, group).view(2, 3).t().sum().backward()
-    return reduce_from_group(x.detach(), group), x.grad, y.grad
+    return reduce_from_group(x.detach(), group), x.grad
 
 
 def test_strided_tensors():
-    for reduced, gradient, summed in run_on_ranks(2, strided_on_rank):
+    for reduced, gradient in run_on_ranks(2, strided_on_rank):
         assert torch.equal(reduced, 2 * torch.arange(6.0).view(2, 3).t())
         assert gradient.eq(1).all()
-        assert summed.eq(2).all()
 
 
 def layout_on_rank(sequence):
     group = world()
     groups = ParallelGroups(tp=group, sequence_parallel=sequence)
-    left = leave_tensor_parallel(part_of_rank(group.rank, torch.float64), groups)
-    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    (sum_partial_gradient(weight, groups) * 10**group.rank).sum().backward()
-    return left, weight.grad
+    x = part_of_rank(group.rank, torch.float64).requires_grad_()
+    left = leave_tensor_parallel(x, groups)
+    (left * 10**group.rank).sum().backward()
+    return left.detach(), x.grad
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -174,7 +203,9 @@ def test_what_sequence_parallelism_changes(sequence):
     total = part_of_rank(0, torch.float64) + part_of_rank(1, torch.float64)
     for rank, (left, gradient) in enumerate(run_on_ranks(2, layout_on_rank, sequence)):
         assert torch.equal(left, total.chunk(2)[rank] if sequence else total)
-        assert gradient.eq(11 if sequence else 10**rank).all()
+        halves = gradient.chunk(2)  # joined of what the ranks have kept, or passed on
+        for place, half in enumerate(halves):
+            assert half.eq(10 ** (place if sequence else rank)).all()
 
 
 def watched_on_rank():
@@ -184,16 +215,16 @@ def watched_on_rank():
     for call, start in RAW:
         call(x.clone(), group)
         start(x.clone(), group).wait()
-    for call in (copy_to_group, reduce_from_group, reduce_scatter_to_sequence):
+    exchange_parts(lambda _: x[:2].clone(), group)
+    for call in (reduce_from_group, reduce_scatter_to_sequence):
         call(x.clone().requires_grad_(), group).sum().backward()
     return log
 
 
 def test_the_watch_is_told_of_every_collective():
     names = ["all_reduce"] * 2 + ["all_gather"] * 2 + ["reduce_scatter"] * 2
-    names += ["all_reduce", "all_reduce"]  # backward of the one, forward of the other
-    names += ["reduce_scatter", "all_gather"]
-    rows = [4] * 8 + [4, 2]
+    names += ["exchange", "all_reduce", "reduce_scatter", "all_gather"]
+    rows = [4] * 6 + [2, 4, 4, 2]
     expected = [(name, (n, 3), torch.float64) for name, n in zip(names, rows, strict=True)]
     assert run_on_ranks(2, watched_on_rank) == [expected, expected]
 
@@ -204,7 +235,7 @@ def test_a_group_of_one_returns_its_input():
 
     x = torch.ones(2, requires_grad=True)
     alone = Group(watch=refuse)
-    calls = [copy_to_group, reduce_from_group, reduce_scatter_to_sequence]
+    calls = [reduce_from_group, reduce_scatter_to_sequence]
     for call in calls + [call for call, _ in RAW]:
         assert call(x, alone) is x
     for _, start in RAW:
@@ -212,7 +243,6 @@ def test_a_group_of_one_returns_its_input():
     for sequence in (False, True):
         groups = ParallelGroups(tp=alone, sequence_parallel=sequence)
         assert leave_tensor_parallel(x, groups) is x
-        assert sum_partial_gradient(x, groups) is x
 
 
 def uneven_on_rank():

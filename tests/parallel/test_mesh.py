@@ -22,9 +22,9 @@ def places_on_rank(layout):
     mesh = build_mesh("cpu", tensor=tensor, pipeline=pipeline, data=data, data_shard=data_shard)
     groups = groups_of(mesh)
     seen = {}
-    for axis in ("tp", "pp", "dp", "embedding", "world"):
+    for axis in ("tp", "pp", "dp", "shards", "replicas", "embedding", "world"):
         group = getattr(groups, axis)
-        assert group.name == axis
+        assert group.name == {"shards": "dp shards", "replicas": "dp replicas"}.get(axis, axis)
         if axis != "world":
             assert (group.process_group is None) == (group.size == 1)
         alone = group.process_group is None
@@ -61,6 +61,8 @@ def expected_places(rank, layout):
     alone = rank not in ends or len(ends) == 1
     expected["embedding"] = (0, 1, [rank]) if alone else (ends.index(rank), 2, ends)
     expected["world"] = (rank, len(everyone), list(range(len(everyone))))
+    expected["shards"] = line("dp_shard")
+    expected["replicas"] = line("dp_replicate")
     expected["dp_shard"] = line("dp_shard")
     if data != shard:
         expected["dp_replicate"] = line("dp_replicate")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from lib.parallel.collectives import (
     all_reduce,
-    copy_to_group,
     gather_first_dim,
     reduce_scatter_first_dim,
     reduce_scatter_to_sequence,
@@ -104,7 +103,7 @@ def collectives_of(groups):
         gather_first_dim(x.detach(), groups.tp),
         reduce_scatter_first_dim(x.detach(), groups.tp),
     ]
-    y = reduce_scatter_to_sequence(copy_to_group(x, groups.tp), groups.tp)
+    y = reduce_scatter_to_sequence(x * 1.0, groups.tp)
     (y * torch.arange(4.0).view(2, 2)).sum().backward()
     return [*found, y.detach(), x.grad]
 

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lib.parallel.mesh import build_mesh, data_mesh, groups_of
+from lib.parallel.mesh import build_mesh, groups_of
 from lib.pipeline.communication import Links
 from lib.pipeline.executor import run_plan
 from lib.pipeline.plan import stage_plan
@@ -90,6 +88,18 @@ def test_before_backward_is_told_of_the_last_one_only():
     # Called right before each backward: the gradient so far is that of the earlier ones.
     assert told == [(0, False, 0.0), (0, False, 2.0), (0, False, 4.0), (0, True, 6.0)]
     assert weight.grad.item() == 8.0
+
+
+def test_after_backward_is_told_when_the_gradient_is_there():
+    weight = torch.ones(1, requires_grad=True)
+    told = []
+    run_plan(
+        one_forward_one_backward(0, 1, 3),
+        lambda *_: (weight * 2.0).sum(),
+        before_backward=lambda chunk, _: told.append(("before", chunk)),
+        after_backward=lambda chunk: told.append((weight.grad.item(), chunk)),
+    )
+    assert told == [(what, 0) for total in (2.0, 4.0, 6.0) for what in ("before", total)]
 
 
 def test_empty_plan_of_an_evaluation():
@@ -226,92 +236,6 @@ def check_memory(stage, pipeline, chunks, count, seen):
     assert most_graphs == bound
     assert graphs_left == 0
     assert last_backwards == [*reversed(range(chunks))] * 2
-
-
-@dataclass(frozen=True)
-class ShardedCase:
-    chunks: int
-    reshard: bool
-    recompute: bool
-
-
-SHARDED = [
-    ShardedCase(chunks, reshard, recompute)
-    for chunks in (1, 2)
-    for reshard, recompute in ((False, False), (True, False), (True, True))
-]
-PER_RANK = 4
-
-
-def sharded_gradients(cases):
-    """Pipeline of two stages, each sharded over two ranks; the gradients of a step."""
-    mesh = build_mesh("cpu", tensor=1, pipeline=2, data=2)
-    groups = groups_of(mesh)
-    mine = batches(2 * PER_RANK, seed=4)[groups.dp.rank :: 2]
-    results = []
-    for case in cases:
-        links = links_of(groups, case.chunks)
-        numbers = [links.global_chunk(chunk) for chunk in range(case.chunks)]
-        chunks = [sharded_chunk(number, case, data_mesh(mesh)) for number in numbers]
-        for _ in range(2):  # the second step finds what the first one left
-            for chunk in chunks:
-                chunk.zero_grad()
-            losses, reduced = sharded_step(links, chunks, mine)
-        gradients = {}
-        for number, chunk in zip(numbers, chunks, strict=True):
-            gradients |= gradients_of(chunk, number)
-        assert all(isinstance(gradient, DTensor) for gradient in gradients.values())
-        full = {name: gradient.full_tensor() for name, gradient in gradients.items()}
-        results.append((losses, full, reduced))
-    return results
-
-
-def sharded_chunk(number, case, mesh):
-    chunk = Chunk(number, 2 * case.chunks, case.recompute)
-    for module in (chunk.layer, chunk):
-        fully_shard(module, mesh=mesh, reshard_after_forward=case.reshard)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    return chunk
-
-
-def sharded_step(links, chunks, micro_batches):
-    """Losses, and whether gradients were reduced before each backward of a chunk."""
-    reduced = []
-    stored = [list(chunk.parameters()) for chunk in chunks]  # the shards, not what is gathered
-
-    def before_backward(chunk, is_last):
-        reduced.append(any(shard.grad is not None for shard in stored[chunk]))
-        chunks[chunk].set_requires_gradient_sync(is_last)
-        chunks[chunk].set_is_last_backward(is_last)
-
-    def forward(chunk, number, received):
-        return chunks[chunk](micro_batches[number], received)
-
-    plan = stage_plan(links.stage, 2, len(chunks), len(micro_batches), trains=True)
-    losses = run_plan(plan, forward, links, grad_scale=0.5, before_backward=before_backward)
-    assert all(shard.grad is not None for shards in stored for shard in shards)
-    return losses, reduced
-
-
-def test_sharded_chunks_give_the_gradients_of_one_rank():
-    by_rank = run_on_ranks(4, sharded_gradients, SHARDED)
-    for number, case in enumerate(SHARDED):
-        chunks = [Chunk(place, 2 * case.chunks) for place in range(2 * case.chunks)]
-        losses = losses_of(chunks, batches(2 * PER_RANK, seed=4))
-        torch.stack(losses).sum().mul(0.5).backward()
-        expected = {}
-        for place, chunk in enumerate(chunks):
-            expected |= gradients_of(chunk, place)
-        for rank in range(4):
-            stage, dp_rank = divmod(rank, 2)
-            found_losses, gradients, reduced = by_rank[rank][number]
-            assert reduced == [False] * PER_RANK * case.chunks
-            mine = [loss.detach() for loss in losses[dp_rank::2]]
-            torch.testing.assert_close(found_losses, mine if stage == 1 else [], **EXACT)
-            assert gradients.keys() == {n for n in expected if int(n.split(".")[0]) % 2 == stage}
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(gradient, expected[name], **EXACT)
 
 
 class FaultError(Exception):

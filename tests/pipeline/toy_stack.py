@@ -12,15 +12,14 @@ SHAPE = (3, 2, HIDDEN)  # [S, B, H]
 
 
 class Layer(nn.Module):
-    def __init__(self, recompute):
+    """Gives a tuple, as a transformer layer does."""
+
+    def __init__(self):
         super().__init__()
         self.inner = nn.Linear(HIDDEN, HIDDEN)
-        self.recompute = recompute
 
     def forward(self, x_SBH):
-        if self.recompute:
-            return x_SBH + checkpoint(self.branch, x_SBH, use_reentrant=False)
-        return x_SBH + self.branch(x_SBH)
+        return (x_SBH + self.branch(x_SBH),)
 
     def branch(self, x_SBH):
         return torch.tanh(self.inner(x_SBH)) * 0.5
@@ -33,13 +32,17 @@ class Chunk(nn.Module):
         super().__init__()
         torch.manual_seed(100 + number)
         self.embedding = nn.Embedding(7, HIDDEN) if number == 0 else None
-        self.layer = Layer(recompute)
+        self.layer = Layer()
+        self.recompute = recompute
         self.head = nn.Linear(HIDDEN, 1) if number == total - 1 else None
         self.double()
 
     def forward(self, tokens_SB, received):
         x_SBH = received if self.embedding is None else self.embedding(tokens_SB)
-        x_SBH = self.layer(x_SBH)
+        if self.recompute:
+            (x_SBH,) = checkpoint(self.layer, x_SBH, use_reentrant=False)
+        else:
+            (x_SBH,) = self.layer(x_SBH)
         return x_SBH if self.head is None else self.head(x_SBH).square().sum()
 
 

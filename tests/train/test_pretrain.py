@@ -202,6 +202,22 @@ def test_another_number_of_threads_is_said_at_a_resume(project):
     assert "not bit for bit the run that was interrupted: launch.threads was 1, is 2" in out
 
 
+def test_the_attention_of_the_run_is_kept_unless_another_is_named(project):
+    attention = {"runtime": {"attention": "reference"}}
+    pretrain("stopped", stop_after=2, **attention)
+    assert "not bit for bit" not in pretrain("stopped", stop_after=2)
+    record = json.loads((state() / "iter_0000004" / "state.json").read_text())
+    assert record["scalars"]["arithmetic"]["runtime.attention"] == "reference"
+    out = pretrain(runtime={"attention": "sdpa"})
+    assert "the run that was interrupted: runtime.attention was reference, is sdpa" in out
+
+
+def test_an_attention_that_cannot_serve_is_refused_before_training(project):
+    out = pretrain("refused", runtime={"attention": "cudnn"})
+    assert "runtime.attention = cudnn: it needs a GPU; write auto, or one that can serve" in out
+    assert list(state().glob("iter_*")) == []
+
+
 def test_a_fresh_run_that_was_interrupted_continues(project):
     pretrain("stopped", stop_after=3)
     fresh = {"fresh": True}
@@ -225,7 +241,7 @@ def test_a_checkpoint_says_all_that_a_run_is(project):
     assert scalars["optimizer_step"] == 4
     assert {"python", "torch", "numpy"} <= scalars["versions"].keys()
     assert scalars["git_commit"] is None  # this project is in no git work tree
-    assert scalars["arithmetic"]["runtime.attention"] == "auto"
+    assert scalars["arithmetic"]["runtime.attention"] == "sdpa"
 
     history = state() / "history.jsonl"
     lines = history.read_text().splitlines(keepends=True)
