@@ -53,7 +53,8 @@ def _forward(
         rounded = value.to(stream.dtype.element_ty)
         tl.store(stream + place, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    mean = tl.sum(value, axis=1) / columns
+    # Rounded correctly: what / leaves of a value less its mean is large against a small variance.
+    mean = tl.div_rn(tl.sum(value, axis=1), 1.0 * columns)
     centred = tl.where(inside, value - mean[:, None], 0.0)
     r = tl.rsqrt(tl.sum(centred * centred, axis=1) / columns + epsilon)
     tl.store(statistics + row, mean, mask=row < rows)
@@ -96,7 +97,7 @@ def _backward(
         weight_total += grad * unit
         bias_total += grad
         grad *= factor[None, :]
-        level = tl.sum(grad, axis=1)[:, None] / columns
+        level = tl.div_rn(tl.sum(grad, axis=1)[:, None], 1.0 * columns)
         share = tl.sum(grad * unit, axis=1)[:, None] / columns
         result = (grad - level - unit * share) * r
         if grad_stream is not None:
