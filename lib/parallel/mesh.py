@@ -8,7 +8,8 @@ over ``dp_replicate``; the group ``dp`` is both together.
 On GPUs a transfer of NCCL holds multiprocessors from its start to its end, also while it waits for
 the other end, and nothing computes there meanwhile. So hidden states between stages, for which a
 stage often waits, may take few; and what tensor-parallel ranks exchange, for which the next
-product waits, comes before the kernels that are queued. (docs/performance.md has the figures.)
+product waits, comes before the kernels that are queued. (docs/performance.md has the
+figures of the former; the latter was not measured alone.)
 """
 
 from dataclasses import dataclass

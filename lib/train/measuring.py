@@ -59,7 +59,7 @@ class MeasuredTraining:
         gc.collect()
 
     def step(self) -> float:
-        """Takes the next step and waits for the device; gives the loss, nats per token."""
+        """Takes the next step; gives the loss, nats per token. A GPU may still be updating."""
         row = train_step(self.parts, self.progress)
         self.rows.append(row)
         return row.loss

@@ -361,7 +361,7 @@ class RunState:
 def _differences(saved: dict[str, object], now: dict[str, object]) -> list[str]:
     """Where two descriptions of a run's arithmetic differ."""
     return [
-        f"{name} was {saved[name]}, is {value}"
+        f"{name} was {saved.get(name, 'not recorded')}, is {value}"
         for name, value in now.items()
         if saved.get(name) != value
     ]
