@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 PLAIN, HUGGING_FACE = "plain-torch", "hugging-face"
-_WARMUP = 3
+_WARMUP = 6  # by then a run has settled on graphs or against them (lib.train.graphs)
 _TRACED = 4  # two traces, each after a step that the tracing warms up with
 _SECONDS = 3600.0
 _QUIET = "99"  # above all levels of the profiler, which tells of its own stages

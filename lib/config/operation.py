@@ -175,6 +175,10 @@ class RuntimeConfig(Section):
     """Code of norms, activations, rotary positions and the loss: ``fused`` is one Triton kernel
     each on a GPU (a CPU has none), ``torch`` torch's own operations (slower, for comparison)."""
 
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Launch the kernels of a micro batch all at once: ``auto`` tries it in the first steps on GPUs
+    and keeps it where it is faster, ``off`` never does. The result does not change."""
+
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in the backward pass instead of kept: ``selective`` the attention's
     core, which is cheap to compute and large to keep; ``full`` whole layers, about a third more

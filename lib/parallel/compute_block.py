@@ -184,14 +184,22 @@ class Block:
     def _is_alone(self) -> bool:
         return self.plan.shards.size == 1
 
-    def start(self, *, trains: bool) -> None:
-        """Before a step or a validation: the masters may have changed since the last one."""
+    def start(self, *, trains: bool, replaces: bool = True) -> None:
+        """Before a step or a validation: the masters may have changed since the last one.
+
+        Args:
+            trains: whether gradients begin at zero.
+            replaces: whether a first product may replace what is there instead.
+        """
         self._drop_gather()
         self._is_ready = self._has_sum = False
         if not self.plan.frees_values:
             self.begin_gather()
         if trains and not self.plan.frees_gradients:
-            self._clear()
+            if replaces:
+                self._clear()
+            else:
+                self._gradients.flat.zero_()
 
     @torch.no_grad()
     def begin_gather(self) -> None:

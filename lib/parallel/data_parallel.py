@@ -99,14 +99,15 @@ class DataParallel:
     def _blocks(self) -> list[Block]:
         return [block for blocks in self._chunks for block in blocks]
 
-    def start(self, *, trains: bool) -> None:
+    def start(self, *, trains: bool, replaces: bool = True) -> None:
         """Before any forward of a step or of a validation: the masters may have changed.
 
         Args:
             trains: whether backwards follow, so that gradients begin at zero.
+            replaces: whether the first product may replace a gradient that was not zeroed.
         """
         for block in self._blocks:
-            block.start(trains=trains)
+            block.start(trains=trains, replaces=replaces)
 
     def before_backward(self, chunk: int, *, is_last: bool) -> None:
         """Before each backward of a chunk.

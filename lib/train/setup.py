@@ -38,6 +38,7 @@ from lib.train.batches import (
     ValidationSet,
     validation_set,
 )
+from lib.train.graphs import StepGraphs, graphs_obstacle
 from lib.train.metrics import Throughput
 from lib.train.model_setup import ShardedModel, build_sharded_model
 
@@ -73,6 +74,7 @@ class TrainingParts:
         validation: what a validation measures; empty when it is off.
         shape: sizes of the global batches and their layout.
         phases: what depends on lengths, for each phase of the training.
+        graphs: how the forwards of a step run.
     """
 
     config: RunConfig
@@ -88,6 +90,7 @@ class TrainingParts:
     validation: tuple[ValidationSet, ...]
     shape: BatchShape
     phases: tuple[PhaseParts, ...]
+    graphs: StepGraphs
 
     @property
     def is_last_stage(self) -> bool:
@@ -288,4 +291,9 @@ def build_training(
         validation=_validation(config, shape, reading),
         shape=shape,
         phases=_phases(config, groups, device),
+        graphs=StepGraphs(
+            model,
+            graphs_obstacle(config, runtime, groups, device),
+            shares_state=groups.dp.size > 1,
+        ),
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lib.errors import UserError
-from lib.model.loss import MicroBatch, run_chunk
+from lib.model.loss import MicroBatch
 from lib.optim.clipping import clipping_divisor, squared_norm
 from lib.optim.optimizer import set_learning_rate, update
 from lib.parallel.collectives import all_reduce
@@ -65,6 +65,7 @@ def train_step(
             before they are clipped.
     """
     started = time.perf_counter()
+    parts.graphs.begin_step()
     batch_size = parts.shape.schedule.at(progress.consumed_samples)
     skipped_before, nan_before = progress.skipped, progress.nan
     batches = parts.batches.take(progress.consumed_samples)
@@ -76,6 +77,7 @@ def train_step(
     rate = parts.learning_rate.at(progress.consumed_samples, batch_size)
     set_learning_rate(parts.optimizer, rate)
     loss, norm, is_empty = _update(parts, sums, scale)
+    parts.graphs.end_step()
     _count(parts, progress, loss, norm, is_empty=is_empty)
     progress.iteration += 1
     progress.consumed_samples += batch_size
@@ -113,10 +115,11 @@ def forward_backward(parts: TrainingParts, batches: list[MicroBatch], links: Lin
         mine = torch.tensor(_own_tokens(batches), dtype=torch.float64)
         num_tokens = max(1.0, all_reduce(mine, parts.groups.dp).item())
     pp, model = parts.groups.pp, parts.model
-    model.data_parallel.start(trains=True)
+    # What is recorded adds to gradients, always.
+    model.data_parallel.start(trains=True, replaces=not parts.graphs.is_on)
     losses = run_plan(
         stage_plan(pp.rank, pp.size, len(model.chunks), len(batches), trains=True),
-        lambda chunk, number, received: run_chunk(model.chunk(chunk), batches[number], received),
+        parts.graphs.forward_of(batches),
         links,
         grad_scale=parts.loss_scale.scale / num_tokens,
         before_backward=lambda chunk, last: model.data_parallel.before_backward(

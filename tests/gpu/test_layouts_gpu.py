@@ -77,9 +77,9 @@ def corpus(tmp_path_factory):
     return random_corpus(tmp_path_factory.mktemp("tokens"), VOCABULARY, 600)
 
 
-def config_of(corpus, compute, rules):
+def config_of(corpus, compute, rules, steps=5):
     training = TrainingSection(
-        seq_length=64, micro_batch_size=2, global_batch_size=16, train_iters=5
+        seq_length=64, micro_batch_size=2, global_batch_size=16, train_iters=steps
     )
     model = ModelSection(
         num_layers=8,
