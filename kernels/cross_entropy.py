@@ -46,7 +46,7 @@ def _logits(logits, column, columns, real) -> tl.tensor:
 
 
 @triton.jit
-def _row_statistics(
+def _cross_entropy_statistics(
     logits,  # [M, C]
     labels,  # int64 [M]
     statistics,  # fp32 [4, M] out
@@ -83,7 +83,7 @@ def _row_statistics(
 
 
 @triton.jit
-def _write_gradient(
+def _cross_entropy_gradient(
     logits,  # [M, C], becomes its gradient
     labels,  # int64 [M]
     weights,  # fp32 [4, M]
@@ -128,7 +128,7 @@ def row_statistics(logits_MC: Tensor, labels_M: Tensor, first: int, real: int) -
     assert logits_MC.is_contiguous()
     assert labels_M.is_contiguous()
     statistics = logits_MC.new_empty((4, rows), dtype=torch.float32)
-    launch: Any = _row_statistics[(rows,)]
+    launch: Any = _cross_entropy_statistics[(rows,)]
     launch(
         logits_MC.detach(),
         labels_M,
@@ -160,7 +160,7 @@ def write_gradient(
     assert logits_MC.is_contiguous()
     assert labels_M.is_contiguous()
     assert weights_4M.is_contiguous()
-    launch: Any = _write_gradient[(rows,)]
+    launch: Any = _cross_entropy_gradient[(rows,)]
     launch(
         logits_MC.detach(),
         labels_M,

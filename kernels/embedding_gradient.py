@@ -42,7 +42,7 @@ _GROUP_WARPS = 4
 
 
 @triton.jit
-def _add_tiles(
+def _embedding_gradient_tiles(
     total,  # fp32 [V, H], added to
     heads,  # fp32 [tiles, H] out, where a run goes on in a tile
     keys,  # int32 [M], ascending
@@ -85,7 +85,7 @@ def _add_tiles(
 
 
 @triton.jit
-def _add_heads(
+def _embedding_gradient_heads(
     total,  # fp32 [V, H], added to
     heads,  # fp32 [tiles, H]
     keys,  # int32 [M], ascending
@@ -140,7 +140,7 @@ def add_rows(total_VH: Tensor, index_M: Tensor, grad_MH: Tensor) -> None:
     heads = total_VH.new_empty((tiles, columns))
     total = total_VH.detach()
     block = min(_BLOCK, triton.next_power_of_2(columns))
-    launch: Any = _add_tiles[(tiles, triton.cdiv(columns, block))]
+    launch: Any = _embedding_gradient_tiles[(tiles, triton.cdiv(columns, block))]
     launch(
         total,
         heads,
@@ -155,7 +155,7 @@ def add_rows(total_VH: Tensor, index_M: Tensor, grad_MH: Tensor) -> None:
     )
     if tiles > 1:
         block = min(_GROUP_BLOCK, block)
-        launch_heads: Any = _add_heads[(tiles - 1, triton.cdiv(columns, block))]
+        launch_heads: Any = _embedding_gradient_heads[(tiles - 1, triton.cdiv(columns, block))]
         launch_heads(
             total,
             heads,

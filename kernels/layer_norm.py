@@ -29,7 +29,7 @@ from kernels.row_tiles import row_tiles
 
 
 @triton.jit
-def _forward(
+def _layer_norm_forward(
     x,  # [M, H]
     branch,  # [M, H] or None
     weight,  # [H]
@@ -66,7 +66,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _layer_norm_backward(
     grad_normed,  # [M, H]
     grad_stream,  # [M, H] or None
     stream,  # [M, H]
@@ -117,7 +117,7 @@ def _add_and_norm(
     stream = None if branch is None else x.new_empty(x.shape)
     normed = x.new_empty(x.shape)
     statistics = x.new_empty(2, rows, dtype=torch.float32)
-    launch: Any = _forward[(tiles.count,)]
+    launch: Any = _layer_norm_forward[(tiles.count,)]
     launch(
         x.contiguous(),
         None if branch is None else branch.contiguous(),
@@ -149,7 +149,7 @@ def _gradients(
     programs = tiles.programs(stream.device)
     grad_x = stream.new_empty(stream.shape)
     totals = stream.new_empty(2, programs, columns, dtype=torch.float32)
-    launch: Any = _backward[(programs,)]
+    launch: Any = _layer_norm_backward[(programs,)]
     launch(
         grad_normed.contiguous(),
         None if grad_stream is None else grad_stream.contiguous(),

@@ -27,7 +27,7 @@ from kernels.row_tiles import row_tiles
 
 
 @triton.jit
-def _forward(
+def _rms_norm_forward(
     x,  # [M, H], rows as in _Rows
     branch,  # [M, H] or None
     weight,  # [H]
@@ -62,7 +62,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _rms_norm_backward(
     grad_normed,  # [M, H]
     grad_stream,  # [M, H] or None
     stream,  # [M, H], rows as in _Rows
@@ -132,7 +132,7 @@ def _add_and_norm(
     stream = None if branch is None else x.new_empty(x.shape)
     normed = x.new_empty(x.shape)
     scale = x.new_empty(x.numel() // columns, dtype=torch.float32)
-    launch: Any = _forward[(tiles.count,)]
+    launch: Any = _rms_norm_forward[(tiles.count,)]
     launch(
         rows.values,
         None if branch is None else branch.contiguous(),
@@ -162,7 +162,7 @@ def _gradients(
     programs = tiles.programs(stream.device)
     grad_x = stream.new_empty(stream.shape)
     grad_weight = stream.new_empty(programs, columns, dtype=torch.float32)
-    launch: Any = _backward[(programs,)]
+    launch: Any = _rms_norm_backward[(programs,)]
     launch(
         grad_normed.contiguous(),
         None if grad_stream is None else grad_stream.contiguous(),

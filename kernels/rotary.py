@@ -74,7 +74,7 @@ def _move_heads(
 
 
 @triton.jit
-def _turn_heads(
+def _rotary_turn_heads(
     x,  # [S, B, N, D]
     x_strides,
     y,  # [S, B, N, D] out, or x itself
@@ -99,7 +99,7 @@ def _turn_heads(
 
 
 @triton.jit
-def _join_heads(
+def _rotary_join_heads(
     q,  # [S, B, N, D]
     q_strides,
     k,  # [S, B, G, D]
@@ -165,7 +165,7 @@ def _rows_of_heads(x_SBND: Tensor) -> Tensor:
 def _turn(x_SBND: Tensor, y_SBND: Tensor, table: Tensor, *, back: bool) -> None:
     """Writes ``x``, turned, to ``y``, which may be ``x``."""
     length, batch, heads, size = x_SBND.shape
-    launch: Any = _turn_heads[(length * batch,)]
+    launch: Any = _rotary_turn_heads[(length * batch,)]
     launch(
         x_SBND,
         x_SBND.stride(),
@@ -186,7 +186,7 @@ def _join(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, table: Tensor | None) 
     q, k, v = (_rows_of_heads(x) for x in (q_SBND, k_SBGD, v_SBGD))
     (length, batch, heads, size), kv_heads = q.shape, k.shape[2]
     qkv_SBC = q.new_empty(length, batch, (heads + 2 * kv_heads) * size)
-    launch: Any = _join_heads[(length * batch,)]
+    launch: Any = _rotary_join_heads[(length * batch,)]
     launch(
         q,
         q.stride(),

@@ -57,7 +57,7 @@ def _masked_scores(scores, hidden, hidden_key, key, visible, keys, scale) -> tl.
 
 
 @triton.jit
-def _forward(
+def _attention_softmax_forward(
     scores,  # [B, N, Sq, Sk], becomes the softmax
     hidden,  # bool [B, N, Sq, Sk] of any strides, or None
     heads,
@@ -99,7 +99,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _attention_softmax_backward(
     weights,  # [B, N, Sq, Sk], becomes the gradient of the scores
     gradient,  # [B, N, Sq, Sk]
     queries,
@@ -140,7 +140,7 @@ def _softmax_in_place(scores: Tensor, scale: float, *, causal: bool, hidden: Ten
     batch, heads, queries, keys = scores.shape
     block, num_warps = _blocks(keys)
     mask = None if hidden is None else hidden.expand(scores.shape)
-    launch: Any = _forward[(batch * heads * queries,)]
+    launch: Any = _attention_softmax_forward[(batch * heads * queries,)]
     launch(
         scores,
         mask,
@@ -158,7 +158,7 @@ def _softmax_in_place(scores: Tensor, scale: float, *, causal: bool, hidden: Ten
 def _gradient_in_place(weights: Tensor, gradient: Tensor, scale: float, *, causal: bool) -> None:
     queries, keys = weights.shape[-2:]
     block, num_warps = _blocks(keys)
-    launch: Any = _backward[(weights.numel() // keys,)]
+    launch: Any = _attention_softmax_backward[(weights.numel() // keys,)]
     launch(
         weights,
         gradient,

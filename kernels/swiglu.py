@@ -31,7 +31,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _forward(
+def _swiglu_forward(
     gate_up,  # [M, 2 F]
     y,  # [M, F] out
     columns,
@@ -48,7 +48,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _swiglu_backward(
     gate_up,  # [M, 2 F], out: its gradient
     grad_y,  # [M, F]
     columns,
@@ -76,14 +76,14 @@ def _grid(y: Tensor) -> tuple[int, int]:
 def _activate(gate_up: Tensor) -> Tensor:
     columns = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], columns)
-    launch: Any = _forward[_grid(y)]
+    launch: Any = _swiglu_forward[_grid(y)]
     launch(gate_up, y, columns, BLOCK=_BLOCK, num_warps=_WARPS)
     return y
 
 
 def _overwrite_with_gradient(gate_up: Tensor, grad_y: Tensor) -> None:
     grad_y = grad_y.contiguous()
-    launch: Any = _backward[_grid(grad_y)]
+    launch: Any = _swiglu_backward[_grid(grad_y)]
     launch(gate_up, grad_y, grad_y.shape[-1], BLOCK=_BLOCK, num_warps=_WARPS)
 
 
