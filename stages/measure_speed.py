@@ -191,6 +191,7 @@ def _subject(work: Work, setting: Setting, config: RunConfig) -> Subject:
         parameters=shape.num_parameters(),
         device=setting.device,
         layout=layout_name(work.layout),
+        pipeline=work.layout.pipeline,
         processes=work.processes,
         micro_batch_size=shape.micro_batch_size,
         micro_batches=shape.micro_batches,
@@ -242,14 +243,14 @@ def measure_on_rank(
     from lib.train.measuring import MeasuredTraining
     from lib.workflow.huggingface_model import HuggingFaceModel
     from lib.workflow.plain_steps import PlainSteps
-    from lib.workflow.step_timing import time_steps
+    from lib.workflow.step_timing import Step, time_steps
 
     config = RunConfig.model_validate_json(config_text)
     runtime = RuntimeConfig.model_validate_json(runtime_text)
     device, name = _place(device_type)
     torch.set_num_threads(threads)
     with MeasuredTraining(config, runtime, device) as training:
-        ways: dict[str, Callable[[], float]] = {OURS: training.step}
+        ways: dict[str, Step] = {OURS: training.step}
         if beside:
             weights = training.whole_weights()
             model = HuggingFaceModel(config.model, config.data.vocab_size, weights)

@@ -26,6 +26,7 @@ class Subject:
         parameters: weights of the model.
         device: ``cpu`` or ``cuda``.
         layout: in words.
+        pipeline: stages of the pipeline.
         processes: GPUs, or processes of a CPU.
         micro_batch_size: samples.
         micro_batches: of a step on each copy of the model.
@@ -40,6 +41,7 @@ class Subject:
     parameters: int
     device: Literal["cpu", "cuda"]
     layout: str
+    pipeline: int
     processes: int
     micro_batch_size: int
     micro_batches: int
@@ -111,7 +113,11 @@ def summaries(
     found: list[Measurement] = []
     for way in ranks[0].ways if ranks else ():
         times = [rank.ways[way] for rank in ranks]
-        events = [read_trace(each.trace, subject.device) for each in times if each.trace]
+        events = [
+            read_trace(each.trace, subject.device, pipeline=subject.pipeline > 1)
+            for each in times
+            if each.trace
+        ]
         parts = [
             step_parts(each, time.traced_ms) for each, time in zip(events, times, strict=False)
         ]

@@ -2,6 +2,10 @@
 
 Machines drift from minute to minute, so ways that are to be compared take their steps in turns in
 one process. Nothing is traced while steps are timed: traces are made of further steps.
+
+On a GPU the host waits for none of the timed steps, as in a run, where it prepares the next step
+while the GPU ends this one: events in the GPU's queue mark where each begins and ends, and are read
+when all are done. What the GPU waits for the host in between counts too.
 """
 
 import resource
@@ -11,11 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lib.workflow.step_figures import StepTimes, TimingPlan
 
-Step = Callable[[], float]
+Step = Callable[[], float | Tensor]
+_Mark = float | torch.cuda.Event
 
 
 def time_steps(
@@ -24,28 +30,47 @@ def time_steps(
     """Times every way; on all ranks alike, as steps are.
 
     Args:
-        ways: each takes its next step and gives the loss.
+        ways: each takes its next step and gives the loss, which a GPU may still be computing.
         plan: how.
         device: on which the ways compute.
         rank: of this process, for the names of files.
     """
-    losses: dict[str, list[float]] = {name: [] for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float | Tensor]] = {name: [] for name in ways}
+    marks: dict[str, list[tuple[_Mark, _Mark]]] = {name: [] for name in ways}
     for number in range(plan.warmup + plan.steps):
         if number == plan.warmup and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for name, step in ways.items():
-            started = time.perf_counter()
+            started = _mark(device)
             losses[name].append(step())
-            _wait(device)
             if number >= plan.warmup:
-                seconds[name].append(time.perf_counter() - started)
+                marks[name].append((started, _mark(device)))
+    _wait(device)
     peak = _peak_bytes(device) if len(ways) == 1 else None
     found: dict[str, StepTimes] = {}
     for name, step in ways.items():
         path, ms = _trace(step, plan, device, f"{plan.label}-{name}-rank{rank}")
-        found[name] = StepTimes(losses[name], seconds[name], peak, path, ms)
+        seconds = [_seconds(*each) for each in marks[name]]
+        found[name] = StepTimes([float(each) for each in losses[name]], seconds, peak, path, ms)
     return found
+
+
+def _mark(device: torch.device) -> _Mark:
+    """This moment; on a GPU the one at which its present stream comes to here."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(before: _Mark, after: _Mark) -> float:
+    """Between two moments of one device, both of which are past."""
+    if isinstance(before, float):
+        assert isinstance(after, float)
+        return after - before
+    assert isinstance(after, torch.cuda.Event)
+    return before.elapsed_time(after) / 1e3
 
 
 def _trace(

@@ -16,6 +16,13 @@ counts once, for the first of these parts that has something running:
 They add up to the step. Hidden is what collectives and transfers take beside the first four. A
 collective lasts until the slowest rank has come, so waiting for others is part of it; on a CPU such
 waiting is idle.
+
+NCCL runs transfers between stages and all-to-all exchanges between the ranks of a layer by a kernel
+of one name. Which it was is told, from the surest to the least sure, by the collective's name in
+the event's arguments (only there if the host was traced too); by the layout: without a pipeline
+there are no transfers; by the stream, since every process group has its own: where other
+collectives run too, it was an exchange, and else a transfer. So with a pipeline, exchanges of a
+group that does nothing else beside the stream of the work would count as transfers.
 """
 
 import gzip
@@ -23,7 +30,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +50,8 @@ _PATTERNS = (
     ("copies", r"memcpy|memset|aten::(copy_|_to_copy)$"),
 )
 _COMPILED = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _PATTERNS)
+_EITHER = re.compile("ncclDevKernel_SendRecv")
+_TRANSFERS = re.compile("send|recv", re.IGNORECASE)
 _CATEGORIES = {"cuda": ("kernel", "gpu_memcpy", "gpu_memset"), "cpu": ("cpu_op",)}
 
 
@@ -56,6 +65,7 @@ class Event:
         duration: how long.
         stream: where it ran; what is on one stream never overlaps.
         begins: False for a later piece of something that was cut.
+        known_part: the part that it belongs to where its name does not tell; else empty.
     """
 
     name: str
@@ -63,6 +73,12 @@ class Event:
     duration: float
     stream: str
     begins: bool = True
+    known_part: str = ""
+
+    @property
+    def part(self) -> str:
+        """The part that it belongs to."""
+        return self.known_part or part_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All events of one name: the part, how many, and their milliseconds added up."""
+    """All events of one name and part: how many, and their milliseconds added up."""
 
     name: str
     part: str
@@ -110,7 +126,7 @@ def step_parts(events: Iterable[Event], step_ms: float) -> StepParts:
     """
     borders: list[tuple[float, int, str]] = []
     for event in events:
-        part = part_of(event.name)
+        part = event.part
         borders += [(event.start, 1, part), (event.start + event.duration, -1, part)]
     borders.sort()
     parts, hidden = dict.fromkeys(PARTS, 0.0), dict.fromkeys(COMMUNICATION, 0.0)
@@ -130,28 +146,29 @@ def step_parts(events: Iterable[Event], step_ms: float) -> StepParts:
 
 
 def kernels_by_time(events: Iterable[Event]) -> list[Kernel]:
-    """Events of the same name together, those that took longest first."""
-    by_name: dict[str, list[Event]] = defaultdict(list)
+    """Events of the same name and part together, those that took longest first."""
+    together: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:
-        by_name[event.name].append(event)
+        together[event.name, event.part].append(event)
     found = [
         Kernel(
             name,
-            part_of(name),
+            part,
             sum(event.begins for event in each),
             sum(event.duration for event in each) / 1e3,
         )
-        for name, each in by_name.items()
+        for (name, part), each in together.items()
     ]
     return sorted(found, key=lambda kernel: -kernel.ms)
 
 
-def read_trace(path: Path, device: Literal["cpu", "cuda"]) -> list[Event]:
+def read_trace(path: Path, device: Literal["cpu", "cuda"], *, pipeline: bool) -> list[Event]:
     """The events of a trace that torch's profiler exported.
 
     Args:
         path: JSON in Chrome's format, packed by gzip where its name ends in ``.gz``.
         device: whose events are wanted.
+        pipeline: whether the layout has more than one pipeline stage.
     """
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
@@ -161,12 +178,29 @@ def read_trace(path: Path, device: Literal["cpu", "cuda"]) -> list[Event]:
         for each in json.loads(text)["traceEvents"]
         if each.get("ph") == "X" and each.get("cat") in wanted
     ]
-    return own_time(events) if device == "cpu" else events
+    return own_time(events) if device == "cpu" else _told_apart(events, pipeline=pipeline)
 
 
 def _event(found: dict[str, Any], device: str) -> Event:
-    stream = found["args"].get("stream", found["tid"]) if device == "cuda" else found["tid"]
-    return Event(found["name"], float(found["ts"]), float(found["dur"]), str(stream))
+    name, args, stream, part = found["name"], found.get("args", {}), found["tid"], ""
+    if device == "cuda":
+        stream = args.get("stream", stream)
+        if _EITHER.search(name) and (collective := args.get("Collective name")):
+            part = "transfers" if _TRANSFERS.search(collective) else "collectives"
+    return Event(name, float(found["ts"]), float(found["dur"]), str(stream), known_part=part)
+
+
+def _told_apart(events: Sequence[Event], *, pipeline: bool) -> list[Event]:
+    """Events with what layout and streams tell of NCCL's kernel of two meanings (see above)."""
+    streams = {event.stream for event in events if event.part == "collectives"}
+    return [
+        replace(event, known_part="collectives")
+        if _EITHER.search(event.name)
+        and not event.known_part
+        and (not pipeline or event.stream in streams)
+        else event
+        for event in events
+    ]
 
 
 def own_time(events: Sequence[Event]) -> list[Event]:

@@ -19,7 +19,7 @@ from lib.workflow.trace_parts import (
 
 PRODUCT = "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT"
 FLASH = "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>(Flash_fwd_params)"
-NORM = "_forward"
+NORM = "_rms_norm_forward"
 ADAM = "void multi_tensor_apply_kernel<TensorListMetadata<4>, FusedAdamMathFunctor<float, 4>>"
 REDUCE = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
@@ -194,8 +194,70 @@ def test_a_trace_is_read_for_one_kind_of_device(tmp_path, name):
     ]
     text = json.dumps({"traceEvents": events}).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
-    assert read_trace(tmp_path / name, "cuda") == [
+    assert read_trace(tmp_path / name, "cuda", pipeline=False) == [
         Event(PRODUCT, 5, 2, "7"),
         Event(COPY, 5, 2, "8"),
     ]
-    assert read_trace(tmp_path / name, "cpu") == [Event("aten::mm", 5, 2, "3")]
+    assert read_trace(tmp_path / name, "cpu", pipeline=False) == [Event("aten::mm", 5, 2, "3")]
+
+
+# ---- NCCL's kernel that serves transfers and exchanges
+
+
+def exchanges(folder, *kernels, pipeline):
+    """Parts of the SendRecv kernels among (name, stream, name of the collective or None)."""
+    events = [
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": name,
+            "ts": start,
+            "dur": 1,
+            "tid": 0,
+            "args": {"stream": stream} | ({"Collective name": known} if known else {}),
+        }
+        for start, (name, stream, known) in enumerate(kernels)
+    ]
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = read_trace(path, "cuda", pipeline=pipeline)
+    assert [event.name for event in found] == [name for name, _, _ in kernels]
+    return [event.part for event in found if event.name == SEND]
+
+
+def test_without_a_pipeline_all_are_exchanges(tmp_path):
+    kernels = [(SEND, 20, None), (PRODUCT, 7, None), (SEND, 24, None)]
+    assert exchanges(tmp_path, *kernels, pipeline=False) == ["collectives", "collectives"]
+
+
+def test_with_a_pipeline_the_stream_tells(tmp_path):
+    kernels = [
+        (SEND, 20, None),
+        (REDUCE, 20, None),  # of the same process group
+        (SEND, 24, None),
+        (PRODUCT, 7, None),
+        (REDUCE, 7, None),  # one that the host waits for runs on the stream of the work
+    ]
+    assert exchanges(tmp_path, *kernels, pipeline=True) == ["collectives", "transfers"]
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_the_name_of_the_collective_decides(tmp_path, pipeline):
+    kernels = [
+        (REDUCE, 20, "reduce_scatter"),
+        (SEND, 20, "send"),
+        (SEND, 20, "recv"),
+        (SEND, 24, "all_to_all"),
+        (SEND, 24, "all_to_allv"),
+    ]
+    found = exchanges(tmp_path, *kernels, pipeline=pipeline)
+    assert found == ["transfers", "transfers", "collectives", "collectives"]
+
+
+def test_one_kernel_of_two_parts_is_told_as_two():
+    exchange = Event(SEND, 0, 4e3, "20", known_part="collectives")
+    transfer = Event(SEND, 4e3, 2e3, "24")
+    found = kernels_by_time([exchange, transfer])
+    assert [(each.part, each.ms) for each in found] == [("collectives", 4.0), ("transfers", 2.0)]
+    parts = step_parts([exchange, transfer], 6.0).parts
+    assert (parts["collectives"], parts["transfers"]) == (4.0, 2.0)
