@@ -69,6 +69,7 @@ bench: setup ## measures how fast this machine tokenises, trains, saves and load
 	@python -m stages.measure_tokenizing
 	@python -m stages.measure_speed
 	@python -m stages.measure_checkpoint
+	@python -m stages.measure_kernels
 
 plots: setup ## draws results/ as dvc_plots/index.html, which needs no network
 	@python -m stages.render_plots
