@@ -11,6 +11,9 @@ is one pass as well, the gradient of stream itself added in:
     d weight = sum over rows of g u
     d bias   = sum over rows of g
 
+Products are rounded before they are added or subtracted (no fused multiply-add): where a row has
+one element, g weight less its mean is then exactly 0, and not a rounding error that r enlarges.
+
 The gradient of x and of branch is d stream, one tensor for both. Kept for backward: stream, mean
 and r. All arithmetic is in fp32. Ba, Kiros and Hinton, Layer Normalization.
 
@@ -132,6 +135,7 @@ def _add_and_norm(
         HEIGHT=tiles.height,
         WIDTH=tiles.width,
         num_warps=tiles.warps,
+        enable_fp_fusion=False,
     )
     return x if stream is None else stream, normed, statistics
 
@@ -165,6 +169,7 @@ def _gradients(
         HEIGHT=tiles.height,
         WIDTH=tiles.width,
         num_warps=tiles.warps,
+        enable_fp_fusion=False,
     )
     grad_weight, grad_bias = totals.sum(1)
     return grad_x, grad_weight, grad_bias

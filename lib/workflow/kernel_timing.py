@@ -106,6 +106,7 @@ def time_kernel(
         found.moved[which] = case.bytes_of(which)
     for way_name in case.ways:
         try:
+            torch.cuda.empty_cache()  # of what the way before left, whose sizes are others
             way = _ready(way_name, case, setting.dtype)
             for which in case.passes:
                 found.milliseconds[which][way_name] = milliseconds(_runs_of(way, which))
@@ -115,7 +116,6 @@ def time_kernel(
             )
         except Exception as error:
             found.without[way_name] = _told(f"{name}, {way_name}", error)
-        torch.cuda.empty_cache()  # the next way's peak is another
     return found
 
 

@@ -38,7 +38,7 @@ def time_steps(
     losses: dict[str, list[float | Tensor]] = {name: [] for name in ways}
     marks: dict[str, list[tuple[_Mark, _Mark]]] = {name: [] for name in ways}
     for number in range(plan.warmup + plan.steps):
-        if number == plan.warmup and device.type == "cuda":
+        if number == 0 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for name, step in ways.items():
             started = _mark(device)
