@@ -13,7 +13,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule of a parameter file.
+    """One broken rule of a parameter file, or one piece of advice on it.
 
     Attributes:
         field: dotted name, such as ``model.num_attention_heads``.
@@ -21,6 +21,7 @@ class Problem:
         rule: the rule that it breaks.
         remedy: what to write instead.
         where: ``params.yaml:LINE`` where it is known.
+        source: what says so, for programs: the rule's function, or the type of the section.
     """
 
     field: str
@@ -28,6 +29,7 @@ class Problem:
     rule: str
     remedy: str
     where: str = ""
+    source: str = ""
 
     def __str__(self) -> str:
         """One line: where, field = value: rule; remedy."""

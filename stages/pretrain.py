@@ -14,9 +14,12 @@ from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.params_file import read_params
 from lib.config.project import stage_code, state_root
 from lib.config.run_config import RunConfig
-from lib.console import say
-from lib.train.hardware import cuda_device_names
+from lib.console import say, warn
+from lib.errors import InvalidParams
+from lib.layers.attention_limits import PACKAGE_MODULES
+from lib.train.hardware import Machine, cuda_devices, installed
 from lib.train.launch import LaunchOptions, launch
+from lib.train.machine_rules import machine_findings
 from lib.train.nodes import find_nodes
 from lib.train.worker import is_worker, worker_session
 
@@ -47,9 +50,15 @@ def main(params: Path) -> None:
         train_as_worker(params, launch_config, runtime)
         return
     config = RunConfig.load(RUN_CONFIG)
-    gpus = cuda_device_names()
-    device = choose_device(launch_config, len(gpus))
+    gpus = cuda_devices()
     nodes = find_nodes(launch_config, os.environ)
+    here = Machine(gpus, installed(PACKAGE_MODULES), nodes=nodes.count)
+    refused, advice = machine_findings(config, launch_config, runtime, here)
+    if refused:
+        raise InvalidParams(params_file.located(refused))
+    for each in params_file.located(advice):
+        warn(str(each))
+    device = choose_device(launch_config, len(gpus))
     processes = process_count(config, launch_config, len(gpus), nodes.count)
     if nodes.count > 1 and nodes.rank == 0:
         say(f"training on {nodes.count} nodes x {processes} processes")

@@ -4,7 +4,8 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,30 +14,33 @@ import click
 from lib.atomic import write_text_atomically
 from lib.checkpoint.corpus_facts import read_tokens
 from lib.cli import stage_command
+from lib.config.advice import ADVICE
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_facts import Phase
 from lib.config.data_rules import TOKENIZER_INFO, TokenizerFacts
 from lib.config.data_section import DataSection
 from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
-from lib.config.launch_plan import process_count
-from lib.config.operation import CONFIG_SECTIONS, LaunchConfig
+from lib.config.operation import CONFIG_SECTIONS, LaunchConfig, RuntimeConfig
 from lib.config.params_file import (
     ParamsFile,
     check_params_sections,
-    in_file_order,
     read_params,
 )
-from lib.config.params_problems import location_of
 from lib.config.project import original_path
-from lib.config.rules import broken_rules
+from lib.config.rule import problems_of
+from lib.config.rules import ALL_RULES
 from lib.config.run_config import Params, RunConfig, resolve, resolve_model
 from lib.config.schema import TrainingSection
 from lib.console import say, table, warn
-from lib.data.options import DATA_SECTIONS, Corpora, TokenizerOptions
+from lib.data.options import DATA_SECTIONS, Corpora, TokenizerOptions, TokensOptions
 from lib.data.splits import SPLITS
 from lib.data.vocabulary import common_beginning
 from lib.errors import InvalidParams, Problem, UserError
-from lib.train.hardware import cuda_device_names
+from lib.layers.attention_limits import PACKAGE_MODULES
+from lib.pipeline.simulate import bubble_formula
+from lib.train.attention_rules import ATTENTION_ADVICE, ATTENTION_RULES
+from lib.train.hardware import Machine, cuda_devices, installed
+from lib.train.machine_rules import machine_findings
 
 TOKENIZER_FILE = "data/tokenizer/tokenizer.json"
 ALL_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
@@ -55,8 +59,12 @@ ALL_SECTIONS = DATA_SECTIONS | CONFIG_SECTIONS
 def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
     """Checks every parameter and writes the run configuration.
 
-    All problems are named at once, one a line: where, field = value: rule; remedy. Exit status 1
-    if there is any.
+    All problems are named at once, one a line: where, field = value: rule; remedy. What is legal
+    but most likely unwise, or what pretrain would refuse on this machine, is a warning of the same
+    form. docs/validation.md lists the warnings and describes the JSON.
+
+    Exit status: 0 if all is sound (there may be warnings), 1 if something is wrong or missing, 2
+    for a mistake in this command line.
 
     \b
     Reads   params.yaml (all sections)
@@ -71,23 +79,37 @@ def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
         run_config = None if schema_only else validate(params_file)
         if schema_only:
             check_schema(params_file)
-            warn_of_machine(params_file, len(cuda_device_names()))
     except UserError as error:
         if not as_json:
             raise
         problems = error.problems if isinstance(error, InvalidParams) else ()
-        answer = {"ok": False, "error": str(error), "problems": [asdict(p) for p in problems]}
-        say(json.dumps(answer, indent=2))
+        say(as_answer(str(error), problems, ()))
         raise SystemExit(1) from None
+    here = Machine(cuda_devices(), installed(PACKAGE_MODULES))
+    warnings = find_warnings(params_file, here, run_config)
     if run_config is not None:
         write_text_atomically(output, run_config.to_json())
     if as_json:
-        say(json.dumps({"ok": True, "error": None, "problems": []}, indent=2))
-    elif run_config is not None:
+        say(as_answer(None, (), warnings))
+        return
+    if run_config is not None:
         summarise(run_config)
         say(f"wrote {output}")
     else:
         say(f"{params}: {len(params_file.root)} sections are sound (the data were not looked at)")
+    for warning in warnings:
+        warn(str(warning))
+
+
+def as_answer(error: str | None, problems: Sequence[Problem], warnings: Sequence[Problem]) -> str:
+    """The result for programs; docs/validation.md describes it."""
+    answer = {
+        "ok": error is None,
+        "error": error,
+        "problems": [asdict(problem) for problem in problems],
+        "warnings": [asdict(warning) for warning in warnings],
+    }
+    return json.dumps(answer, indent=2)
 
 
 def check_schema(params_file: ParamsFile) -> None:
@@ -99,16 +121,35 @@ def check_schema(params_file: ParamsFile) -> None:
     _check(params_file, {})
 
 
-def warn_of_machine(params_file: ParamsFile, gpus: int) -> None:
-    """Warns where training would be refused on this machine, before hours go into its data.
+def find_warnings(
+    params_file: ParamsFile, here: Machine, run_config: RunConfig | None = None
+) -> list[Problem]:
+    """What is legal but unwise, and where training would be refused on this machine.
 
-    Only a warning: the data may be prepared on one machine for a training on another.
+    The latter is only a warning, before hours go into the data: they may be prepared on one machine
+    for a training on another.
+
+    Args:
+        params_file: parameters that break no rule.
+        here: what this machine has.
+        run_config: what they give; None where the data were not looked at.
     """
+    sections, _ = check_params_sections(params_file, ALL_SECTIONS)
+    config = Params.from_file(params_file)
+    known: dict[str, object] = {**sections, "config": config, "bubble_formula": bubble_formula}
+    known |= _known_vocabulary(sections.get("tokenizer"))
+    if run_config is not None:
+        known |= {"run_config": run_config, "vocab_size": run_config.data.vocab_size}
+    advice = problems_of((*ADVICE, *ATTENTION_ADVICE), known)
     launch = params_file.section("launch", LaunchConfig)
-    try:
-        process_count(Params.from_file(params_file), launch, gpus, launch.nodes or 1)
-    except UserError as error:
-        warn(f"pretrain cannot run on this machine: {error}")
+    runtime = params_file.section("runtime", RuntimeConfig)
+    here = replace(here, nodes=launch.nodes or 1)
+    refused, unwise = machine_findings(config, launch, runtime, here)
+    refused = [
+        replace(each, rule=f"pretrain would refuse it on this machine: {each.rule}")
+        for each in refused
+    ]
+    return params_file.located([*advice, *refused, *unwise])
 
 
 def validate(params_file: ParamsFile) -> RunConfig:
@@ -154,18 +195,25 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
         except UserError as error:
             name, remedy = "training.initial_weights", "or write null to start from random weights"
             problems.append(Problem(name, training.initial_weights, str(error), remedy))
-    tokenizer, tokenizer_facts = sections.get("tokenizer"), facts.get("tokenizer_facts")
+    tokens, tokenizer_facts = sections.get("tokens"), facts.get("tokenizer_facts")
+    known |= _known_vocabulary(sections.get("tokenizer"))
     if isinstance(tokenizer_facts, TokenizerFacts):
         known["vocab_size"] = tokenizer_facts.vocab_size
-    elif isinstance(tokenizer, TokenizerOptions) and tokenizer.kind == "train_bpe":
-        known["vocab_size"] = tokenizer.vocab_size
-    problems = [
-        replace(each, where=each.where or params_file.where(*location_of(each.field)))
-        for each in (*problems, *broken_rules(known))
-    ]
+    if isinstance(tokens, TokensOptions) and "origins" not in facts:
+        known["append_eod"] = tokens.append_eod
+    with suppress(InvalidParams):  # the sections that are broken were told above
+        known["config"] = Params.from_file(params_file)
+    problems += problems_of((*ALL_RULES, *ATTENTION_RULES), known)
     if problems:
-        raise InvalidParams(in_file_order(problems))
+        raise InvalidParams(params_file.located(problems))
     return known
+
+
+def _known_vocabulary(tokenizer: object) -> dict[str, object]:
+    """The size of the vocabulary, where params.yaml decides it."""
+    if isinstance(tokenizer, TokenizerOptions) and tokenizer.kind == "train_bpe":
+        return {"vocab_size": tokenizer.vocab_size}
+    return {}
 
 
 def read_given_weights(initial_weights: str, tokenizer_facts: object) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Rules between params.yaml and the tokenised corpora; see ``lib.config.rules``.
 
+``append_eod`` is that of the section ``tokens`` while nothing was tokenised yet.
 ``tokens_facts`` are those of all corpora that are read, ``origins`` what made each. A name that no
 corpus has is the business of ``lib.config.blend_rules``.
 """
@@ -100,6 +101,16 @@ def vocabulary_fits_the_file(
             yield Problem("eod_id", str(eod), rule, origin.remedy, origin.manifest)
 
 
+def ends_of_documents_will_be_there(
+    data: DataSection, training: TrainingSection, corpora: Sequence[str], append_eod: bool
+) -> Iterator[Problem]:
+    """As below, of the corpora that are still to be tokenised."""
+    blended = blended_names(planned_phases(training, data), corpora)
+    of_workflow = [name for name in blended if name in corpora]
+    if not data.eod_in_loss and not append_eod and of_workflow:
+        yield _no_ends(of_workflow)
+
+
 def ends_of_documents_are_there(
     data: DataSection,
     training: TrainingSection,
@@ -110,12 +121,38 @@ def ends_of_documents_are_there(
     blended = blended_names(planned_phases(training, data), corpora)
     without = [name for name in blended if name in origins and not origins[name].append_eod]
     if not data.eod_in_loss and without:
-        yield Problem(
-            "data.eod_in_loss",
-            "false",
-            f"the documents of {', '.join(without)} do not end with the end-of-document token",
-            "write true, or tokens.append_eod: true",
-        )
+        yield _no_ends(without)
+
+
+def _no_ends(names: Sequence[str]) -> Problem:
+    return Problem(
+        "data.eod_in_loss",
+        "false",
+        f"the documents of {', '.join(names)} do not end with the end-of-document token",
+        "write true, or tokens.append_eod: true",
+    )
+
+
+def splits_that_are_read_have_a_share(
+    data: DataSection, training: TrainingSection, evaluate: EvaluateConfig, corpora: Sequence[str]
+) -> Iterator[Problem]:
+    """Told before a corpus is tokenised; whether a share holds a sample is seen after that."""
+    blended = blended_names(planned_phases(training, data), corpora)
+    if not set(blended) & set(validation_names(data, blended)):
+        return  # what is measured was not cut
+    for split, reader in _measurements(training, evaluate):
+        if _share(training, split) == 0:
+            yield Problem(
+                "training.split",
+                f'"{training.split}"',
+                f"gives the {split} split no documents, which {reader} reads",
+                _more_tokens(split, 0),
+            )
+
+
+def _share(training: TrainingSection, split: Literal["train", "valid", "test"]) -> float:
+    shares = [*map(float, training.split.split(",")), 0.0, 0.0]
+    return shares[("train", "valid", "test").index(split)]
 
 
 def splits_hold_a_sample(
@@ -139,6 +176,8 @@ def splits_hold_a_sample(
         first, end = facts.splits[split].documents
         tokens = facts.splits[split].tokens
         is_cut = name in blended
+        if is_cut and _share(training, split) == 0:
+            continue  # told by the rule above
         yield Problem(
             "training.split" if is_cut else "data.validation",
             f'"{training.split}"' if is_cut else name,
@@ -188,6 +227,8 @@ def _more_tokens(split: str, tokens: int) -> str:
 
 
 DATA_RULES = (
+    splits_that_are_read_have_a_share,
+    ends_of_documents_will_be_there,
     tokens_are_of_this_tokenizer,
     vocabulary_fits_the_file,
     ends_of_documents_are_there,

@@ -12,7 +12,7 @@ from lib.config.nearest import divisors, divisors_near, multiples_near, nearest_
 from lib.config.operation import LaunchConfig
 from lib.config.run_config import Params, RunConfig
 from lib.config.schema import ParallelConfig, TrainingShape
-from lib.errors import UserError
+from lib.errors import InvalidParams, Problem, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,13 @@ def choose_device(launch: LaunchConfig, gpus: int) -> str:
     """``"cuda"`` or ``"cpu"`` for a machine with so many GPUs.
 
     Raises:
-        UserError: GPUs are asked for where there are none.
+        InvalidParams: GPUs are asked for where there are none.
     """
     if launch.device == "cuda" and gpus == 0:
-        raise UserError(
-            "launch.device = cuda: this machine shows no GPU; write auto or cpu, or see what "
-            "nvidia-smi and CUDA_VISIBLE_DEVICES say"
+        raise _refused(
+            ("launch.device", "cuda"),
+            "this machine shows no GPU",
+            "write auto or cpu, or see what nvidia-smi and CUDA_VISIBLE_DEVICES say",
         )
     if launch.device == "auto":
         return "cuda" if gpus > 0 else "cpu"
@@ -68,40 +69,49 @@ def process_count(
     than there are, which the caller should say. All machines start equally many.
 
     Raises:
-        UserError: the wanted processes do not fit the GPUs, the nodes or the batch.
+        InvalidParams: the wanted processes do not fit the GPUs, the nodes or the batch.
     """
     parallel = run_config.parallel
     device = choose_device(launch, gpus)
-    unit, name = _unit_per_node(parallel, nodes)
+    unit, named = _unit_per_node(parallel, nodes)
     if launch.processes is not None:
-        wanted, why = launch.processes, f"launch.processes = {launch.processes}"
+        wanted, why = launch.processes, ("launch.processes", launch.processes)
     elif parallel.data is not None:
-        wanted, why = _share_of_node(parallel, nodes), f"parallel.data = {parallel.data}"
+        wanted, why = _share_of_node(parallel, nodes), ("parallel.data", parallel.data)
     else:
-        wanted, why = unit, name
+        wanted, why = unit, named
         if device == "cuda":
             larger = (n for n in range(gpus, unit, -1) if _fits(run_config, n * nodes))
             wanted = next(larger, unit)
     if device == "cuda" and wanted > gpus:
         fitting = gpus // unit * unit
-        remedy = f"{fitting} processes or less" if fitting else f"a smaller {name.split(' =')[0]}"
-        raise UserError(
-            f"{why}: wants {wanted} GPUs, one per process, but this machine shows {gpus}; "
-            f"write {remedy}, or launch.device: cpu"
+        if why[0] == "parallel.data":
+            fitting = fitting * nodes // (parallel.tensor * parallel.pipeline)
+        remedy = f"{fitting} or less" if fitting else f"a smaller {named[0]}"
+        raise _refused(
+            why,
+            f"wants {wanted} GPUs, one per process, but this machine shows {gpus}",
+            f"write {remedy}, or launch.device: cpu",
         )
     layout_for(run_config, wanted * nodes)
     return wanted
 
 
-def _unit_per_node(parallel: ParallelConfig, nodes: int) -> tuple[int, str]:
-    """The fewest processes of a node that make whole copies of the model, and why as text.
+def _refused(field: tuple[str, int | str], rule: str, remedy: str) -> InvalidParams:
+    """The error of a field, given with its value."""
+    source = f"{__name__}.process_count"
+    return InvalidParams([Problem(field[0], str(field[1]), rule, remedy, source=source)])
+
+
+def _unit_per_node(parallel: ParallelConfig, nodes: int) -> tuple[int, tuple[str, int]]:
+    """The fewest processes of a node that make whole copies of the model, and why.
 
     Where the copies' state is split over ``parallel.data_shard`` of them, that many at least.
     """
     names, unit = "parallel.tensor x parallel.pipeline", parallel.tensor * parallel.pipeline
     if parallel.data is None and parallel.data_shard is not None:
         names, unit = f"{names} x parallel.data_shard", unit * parallel.data_shard
-    return unit // math.gcd(unit, nodes), f"{names} = {unit}"
+    return unit // math.gcd(unit, nodes), (names, unit)
 
 
 def _share_of_node(parallel: ParallelConfig, nodes: int) -> int:
@@ -110,10 +120,10 @@ def _share_of_node(parallel: ParallelConfig, nodes: int) -> int:
     shards = parallel.tensor * parallel.pipeline
     if shards * parallel.data % nodes:
         near = multiples_near(parallel.data, nodes // math.gcd(shards, nodes))
-        raise UserError(
-            f"parallel.data = {parallel.data}: makes {shards * parallel.data} processes, which "
-            f"{nodes} nodes do not share evenly; nearest parallel.data: {near}; or another number "
-            "of nodes"
+        raise _refused(
+            ("parallel.data", parallel.data),
+            f"makes {shards * parallel.data} processes, which {nodes} nodes do not share evenly",
+            f"nearest parallel.data: {near}; or another number of nodes",
         )
     return shards * parallel.data // nodes
 
@@ -130,7 +140,7 @@ def layout_for(run_config: RunConfig | Params, processes: int) -> Layout:
     """The layout of a run over ``processes`` processes, those of all nodes together.
 
     Raises:
-        UserError: the processes or a batch do not divide; never is one rounded.
+        InvalidParams: the processes or a batch do not divide; never is one rounded.
     """
     parallel, training = run_config.parallel, run_config.training
     copies = _copies(parallel, processes)
@@ -151,23 +161,24 @@ def _copies(parallel: ParallelConfig, processes: int) -> int:
     """Copies of the model that so many processes make."""
     shards = parallel.tensor * parallel.pipeline
     if processes < 1 or processes % shards:
-        raise UserError(
-            f"processes = {processes}: must be a multiple of parallel.tensor = {parallel.tensor} "
-            f"x parallel.pipeline = {parallel.pipeline}; "
-            f"nearest: {multiples_near(max(processes, 0), shards)} (launch.processes)"
+        raise _refused(
+            ("launch.processes", processes),
+            f"must be a multiple of parallel.tensor = {parallel.tensor} x parallel.pipeline = "
+            f"{parallel.pipeline}, on all nodes together",
+            f"nearest: {multiples_near(max(processes, 0), shards)}",
         )
     copies = processes // shards
     if parallel.data is not None and parallel.data != copies:
-        raise UserError(
-            f"parallel.data = {parallel.data}: {processes} processes make {copies} copies of the "
-            f"model; write launch.processes: {shards * parallel.data}, or parallel.data: {copies} "
-            "or null"
+        raise _refused(
+            ("parallel.data", parallel.data),
+            f"{processes} processes make {copies} copies of the model",
+            f"write launch.processes: {shards * parallel.data}, or parallel.data: {copies} or null",
         )
     if parallel.data_shard is not None and copies % parallel.data_shard:
-        raise UserError(
-            f"parallel.data_shard = {parallel.data_shard}: must divide the {copies} copies of the "
-            f"model that {processes} processes make; nearest: "
-            f"{divisors_near(parallel.data_shard, copies)}; or null for all"
+        raise _refused(
+            ("parallel.data_shard", parallel.data_shard),
+            f"must divide the {copies} copies of the model that {processes} processes make",
+            f"nearest: {divisors_near(parallel.data_shard, copies)}; or null for all",
         )
     return copies
 
@@ -195,11 +206,11 @@ def _check_batches(
     given = {name: size for name, size in sizes.items() if size is not None}
     for name, size in given.items():
         if size % unit:
-            raise UserError(
-                f"training.{name} = {size}: must be divisible by {field} = "
-                f"{micro} x {copies} copies of the model = {unit}; nearest {name}: "
-                f"{multiples_near(size, unit)}"
-                + _fitting_copies(math.gcd(*given.values()), micro, parallel, copies)
+            fitting = _fitting_copies(math.gcd(*given.values()), micro, parallel, copies)
+            raise _refused(
+                (f"training.{name}", size),
+                f"must be divisible by {field} = {micro} x {copies} copies of the model = {unit}",
+                f"nearest {name}: {multiples_near(size, unit)}{fitting}",
             )
 
 

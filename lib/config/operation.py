@@ -4,6 +4,7 @@ Nothing here changes the weights of a step (``attention``, ``kernels`` and ``det
 aside, in the last digits): when to save, what to evaluate, on which processes to run.
 """
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -20,6 +21,14 @@ from lib.config.schema import (
 )
 
 _LARGEST_PORT = 65535
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """What ``launch.rendezvous`` says, without the brackets of an IPv6 address; None if nothing."""
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):([0-9]{1,5})", text, re.ASCII)
+    if found is None or not 0 < int(found[3]) <= _LARGEST_PORT:
+        return None
+    return found[1] or found[2], int(found[3])
 
 
 class CheckpointConfig(Section):
@@ -126,10 +135,10 @@ class LaunchConfig(Section):
     def _rendezvous_has_host_and_port(cls, text: str | None) -> str | None:
         if text is None:
             return None
-        host, _, port = text.rpartition(":")
-        if not host.strip() or not port.isdecimal() or not 0 < int(port) <= _LARGEST_PORT:
+        if host_and_port(text) is None:
             raise ValueError(
-                'must be host:port, the port 1 to 65535; write something like "node0:29500"'
+                "must be host:port, the host a name or an address (IPv6 in brackets), the port 1 "
+                f'to {_LARGEST_PORT}; write something like "gpu001:29500"'
             )
         return text
 

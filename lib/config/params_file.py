@@ -19,7 +19,7 @@ section, or a ``ValueError`` with the text "key = value: rule; remedy" (several 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -37,6 +37,7 @@ from lib.config.params_problems import (
     describe_error,
     dotted,
     entry_model,
+    location_of,
     show,
     unknown_key,
     width_with_zeros,
@@ -44,6 +45,8 @@ from lib.config.params_problems import (
 from lib.errors import InvalidParams, Problem, UserError
 
 M = TypeVar("M", bound=BaseModel)
+
+_NAMES = "lib.config.params_problems.unknown_key"
 
 # What JSON can say: a part of the file with ruamel's classes taken off.
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
@@ -71,6 +74,14 @@ class ParamsFile:
         """``FILE:LINE`` of a key, or of the innermost part of its path that is in the file."""
         line = self._find(location)[1]
         return str(self.path) if line is None else f"{self.path}:{line + 1}"
+
+    def located(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Problems with the lines of their fields, in the order of the file."""
+        found = (
+            replace(each, where=each.where or self.where(*location_of(each.field)))
+            for each in problems
+        )
+        return in_file_order(found)
 
     def text(self, *location: str | int) -> str:
         """The value at a path as a message shows it; ``(missing)`` where there is none."""
@@ -232,18 +243,18 @@ def _parse_section(
     params_file: ParamsFile, name: str, model: type[M], known: KnownKeys
 ) -> tuple[M | None, list[Problem]]:
     """The section as a model (None where it has problems) and its problems."""
-    raw = params_file.root.get(name)
+    raw, source = params_file.root.get(name), f"{model.__module__}.{model.__name__}"
     if raw is not None and not isinstance(raw, CommentedMap):
         rule = "must be a section, a mapping of keys"
         remedy = f"write its keys below '{name}:', indented by two spaces"
-        return None, [_problem(params_file, Finding((name,), rule, remedy))]
+        return None, [_problem(params_file, Finding((name,), rule, remedy), source)]
     value, errors = _validate(_to_plain(raw) or {}, model)
     findings = list(_odd_numbers(raw, (name,)))
     odd_places = {finding.at for finding in findings}
     for error in errors:
         described = describe_error(error, name, model, known)
         findings += [finding for finding in described if finding.at not in odd_places]
-    problems = [_problem(params_file, finding) for finding in findings]
+    problems = [_problem(params_file, finding, source) for finding in findings]
     return (None if problems else value), problems
 
 
@@ -314,8 +325,7 @@ def _child(node: Plain, step: str | int) -> Plain:
     return node.get(str(step)) if isinstance(node, dict) else None
 
 
-def _problem(params_file: ParamsFile, finding: Finding) -> Problem:
+def _problem(params_file: ParamsFile, finding: Finding, source: str = _NAMES) -> Problem:
     at = finding.at
-    return Problem(
-        dotted(at), params_file.text(*at), finding.rule, finding.remedy, params_file.where(*at)
-    )
+    value, where = params_file.text(*at), params_file.where(*at)
+    return Problem(dotted(at), value, finding.rule, finding.remedy, where, source)

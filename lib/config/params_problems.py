@@ -22,6 +22,49 @@ Location = tuple[str | int, ...]
 # The keys of each section, for telling where a misplaced key belongs.
 KnownKeys = Mapping[str, tuple[str, ...]]
 
+# What other programs (transformers, nanoGPT, Megatron, PyTorch) call keys of ours.
+_ELSEWHERE = {
+    "batch_size_per_gpu": "micro_batch_size",
+    "betas": "beta1",
+    "block_size": "seq_length",
+    "context_length": "seq_length",
+    "d_ff": "ffn_hidden_size",
+    "d_model": "hidden_size",
+    "dim": "hidden_size",
+    "dp": "data",
+    "dropout": "hidden_dropout",
+    "dtype": "compute",
+    "epochs": "train_iters",
+    "eps": "epsilon",
+    "flash_attention": "attention",
+    "gpus": "processes",
+    "grad_clip": "clip_grad",
+    "gradient_accumulation_steps": "global_batch_size",
+    "gradient_checkpointing": "recompute",
+    "intermediate_size": "ffn_hidden_size",
+    "kv_heads": "num_query_groups",
+    "lr_scheduler": "decay",
+    "max_grad_norm": "clip_grad",
+    "max_iters": "train_iters",
+    "max_steps": "train_iters",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_heads": "num_attention_heads",
+    "n_layer": "num_layers",
+    "n_layers": "num_layers",
+    "n_positions": "max_position_embeddings",
+    "num_epochs": "train_iters",
+    "num_gpus": "processes",
+    "num_heads": "num_attention_heads",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_query_groups",
+    "pipeline_model_parallel_size": "pipeline",
+    "pp": "pipeline",
+    "tensor_model_parallel_size": "tensor",
+    "tie_word_embeddings": "tie_embeddings",
+    "tp": "tensor",
+    "zero_stage": "sharding",
+}
 _LONGEST_LIST = 60
 _KEY_AND_VALUE = re.compile(r"(\w+) = .*?: ")
 
@@ -171,8 +214,11 @@ def unknown_key(at: Location, known: KnownKeys) -> Finding:
     siblings = tuple(known) if is_section else known[str(at[0])]
     owners = [section for section, keys in known.items() if key in keys]
     elsewhere = {f"{section}.{k}": k for section, keys in known.items() for k in keys}
+    meant = _ELSEWHERE.get(key.lower())
     if owners:
         remedy = f"it belongs to section {' or '.join(owners)}"
+    elif found := [name for name, k in elsewhere.items() if k == meant]:
+        remedy = f"nearest: {meant if meant in siblings else ' or '.join(found)}"
     elif near := nearest_keys(key, siblings):
         remedy = f"nearest: {' or '.join(near)}"
     elif near := nearest_keys(key, elsewhere.values()):
@@ -187,7 +233,7 @@ def unknown_key(at: Location, known: KnownKeys) -> Finding:
 def nearest_keys(key: str, candidates: Iterable[str]) -> list[str]:
     """The candidates that someone who wrote ``key`` most likely meant, best first, at most 3.
 
-    Close spellings, keys that contain the word ("heads"), and initials ("learning_rate" for lr).
+    Initials ("learning_rate" for lr), keys that contain the word ("heads"), and close spellings.
     """
     words = key.lower().replace("-", "_").replace(" ", "_")
     names = list(dict.fromkeys(candidates))
@@ -195,8 +241,8 @@ def nearest_keys(key: str, candidates: Iterable[str]) -> list[str]:
     tests: tuple[Callable[[str], bool], ...] = (
         lambda name: name == words,
         lambda name: len(name) > 1 and name == initials,
-        lambda name: name in difflib.get_close_matches(words, names, n=1, cutoff=0.75),
         lambda name: f"_{words}_" in f"_{name}_",
+        lambda name: name in difflib.get_close_matches(words, names, n=1, cutoff=0.75),
         lambda name: name in difflib.get_close_matches(words, names, n=1, cutoff=0.6),
     )
     for test in tests:

@@ -11,8 +11,7 @@ yet.
 Nothing is ever rounded to fit: a batch that does not divide is refused, not shrunk.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from lib.config.batch_rules import BATCH_RULES
 from lib.config.blend_rules import BLEND_RULES
@@ -23,6 +22,7 @@ from lib.config.initial_rules import INITIAL_RULES
 from lib.config.layout_rules import LAYOUT_RULES
 from lib.config.nearest import divisors_near, multiples_near
 from lib.config.operation import EvaluateConfig
+from lib.config.rule import Rule, problems_of
 from lib.config.run_config import in_samples, longest_seq_length
 from lib.config.schema import (
     ModelSection,
@@ -33,17 +33,10 @@ from lib.config.schema import (
 )
 from lib.errors import Problem
 
-Rule = Callable[..., Iterator[Problem]]
-
 
 def broken_rules(sections: Mapping[str, object]) -> list[Problem]:
     """What all rules that can be run on these sections find."""
-    problems: list[Problem] = []
-    for rule in ALL_RULES:
-        wanted = inspect.signature(rule).parameters
-        if all(name in sections for name in wanted):
-            problems += rule(**{name: sections[name] for name in wanted})
-    return problems
+    return problems_of(ALL_RULES, sections)
 
 
 # ---- the model

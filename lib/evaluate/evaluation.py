@@ -23,7 +23,8 @@ from lib.errors import UserError
 from lib.evaluate.generate import Sampling, continue_prompt, parses_as_python
 from lib.evaluate.perplexity import HeldOutLoss, Measuring, measure_loss
 from lib.layers.attention import attention_backend
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
+from lib.layers.dtypes import COMPUTE_DTYPES
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.loss import SampleRules
 from lib.parallel.groups import ParallelGroups
 from lib.parallel.storage import named_parts

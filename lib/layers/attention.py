@@ -24,11 +24,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.backends import cudnn
 
 from lib.layers import attention_backends as backends
 from lib.layers import attention_limits as limits
-from lib.layers.attention_limits import AttentionCase, Capability
+from lib.layers.attention_limits import FLASH_ATTN_4, AttentionCase
 from lib.layers.documents import Documents
+from lib.layers.flash_packages import why_no_flash_attn, why_no_module
+from lib.layers.gpu_limits import Capability
+
+# Earlier releases read beyond the end of other lengths (github.com/pytorch/pytorch/issues/169849).
+_CUDNN_FOR_ANY_LENGTH = 91501
+_CUDNN_BLOCK = 128
 
 CoreAttention = Callable[[Tensor, Tensor, Tensor, float, Documents | None], Tensor]
 
@@ -50,13 +57,30 @@ class Backend:
     keeps_weights: bool = False
 
 
+def _why_not_cudnn(case: AttentionCase, capability: Capability) -> str | None:
+    is_old = (cudnn.version() or 0) < _CUDNN_FOR_ANY_LENGTH
+    wrong = None
+    if case.seq_length % _CUDNN_BLOCK and is_old:
+        wrong = f"needs cuDNN 9.15.1 for lengths that are no multiple of {_CUDNN_BLOCK}"
+    return limits.why_not_cudnn(case, capability) or wrong
+
+
+def _why_not_flash_attn(case: AttentionCase, capability: Capability) -> str | None:
+    limit = limits.why_not_flash_attn(case, capability)
+    return limit or why_no_flash_attn(capability, case.dropout)
+
+
+def _why_not_flash_attn_4(case: AttentionCase, capability: Capability) -> str | None:
+    return limits.why_not_flash_attn_4(case, capability) or why_no_module(FLASH_ATTN_4)
+
+
 # Of two that are equally fast the first is taken.
 BACKENDS: dict[str, Backend] = {
-    "cudnn": Backend(backends.cudnn_attention, limits.why_not_cudnn),
+    "cudnn": Backend(backends.cudnn_attention, _why_not_cudnn),
     "flash": Backend(backends.flash_attention, limits.why_not_flash),
     "efficient": Backend(backends.efficient_attention, limits.why_not_efficient),
-    "flash_attn": Backend(backends.flash_attn_attention, limits.why_not_flash_attn),
-    "flash_attn_4": Backend(backends.flash_attn_4_attention, limits.why_not_flash_attn_4),
+    "flash_attn": Backend(backends.flash_attn_attention, _why_not_flash_attn),
+    "flash_attn_4": Backend(backends.flash_attn_4_attention, _why_not_flash_attn_4),
     "sdpa": Backend(backends.sdpa_attention, limits.serves_all),
     "fused_softmax": Backend(
         backends.fused_softmax_attention, limits.serves_all, keeps_weights=True

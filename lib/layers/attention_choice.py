@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from lib.layers.attention import BACKENDS
-from lib.layers.attention_limits import AttentionCase, Capability
+from lib.layers.attention_limits import AttentionCase
 from lib.layers.documents import Documents, find_documents
+from lib.layers.dtypes import COMPUTE_DTYPES
+from lib.layers.gpu_limits import Capability
 
 # Milliseconds of a backend, by name, for a case; raises whatever the backend raises, and if it is
 # wrong.
@@ -35,10 +37,10 @@ _CHECKED_LENGTH, _BLOCK, _CHECKED_ROWS = 512, 128, 2
 # Norm of the difference over the norm: ten times what rounding does. Products of fp32 may be TF32.
 _RESULTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 _TOLERANCES = {
-    torch.bfloat16: 2.0**-4,
-    torch.float16: 2.0**-7,
-    torch.float32: 2.0**-7,
-    torch.float64: 2.0**-40,
+    "bf16": 2.0**-4,
+    "fp16": 2.0**-7,
+    "fp32": 2.0**-7,
+    "fp64": 2.0**-40,
 }
 
 
@@ -97,7 +99,7 @@ def kept_bytes(name: str, case: AttentionCase) -> int:
         return 0
     entries = case.micro_batch_size * case.heads * case.seq_length**2
     # With dropout also which were dropped, a byte each, and what is left of them.
-    size = case.dtype.itemsize
+    size = COMPUTE_DTYPES[case.dtype].itemsize
     return entries * (2 * size + 1 if case.dropout else size)
 
 
@@ -174,10 +176,10 @@ def _random_inputs(case: AttentionCase, device: torch.device) -> tuple[list[Tens
     """Queries, keys and values, and the gradient of the output."""
     generator = torch.Generator(device).manual_seed(1)
     heads, kv_heads, size = case.heads, case.kv_heads, case.head_dim
-    shape = (case.seq_length, case.micro_batch_size)
+    shape, dtype = (case.seq_length, case.micro_batch_size), COMPUTE_DTYPES[case.dtype]
 
     def drawn(*sizes: int) -> Tensor:
-        return torch.randn(*shape, *sizes, generator=generator, dtype=case.dtype, device=device)
+        return torch.randn(*shape, *sizes, generator=generator, dtype=dtype, device=device)
 
     fused = drawn(heads + 2 * kv_heads, size)
     parts = fused.split([heads, kv_heads, kv_heads], dim=2)

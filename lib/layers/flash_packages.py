@@ -23,11 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLASH_ATTN_2 = "flash_attn.flash_attn_interface"
-FLASH_ATTN_3 = "flash_attn_interface"
-FLASH_ATTN_4 = "flash_attn.cute"
-
-_HOPPER = 9
+from lib.layers.attention_limits import FLASH_ATTN_2, FLASH_ATTN_4, package_modules
+from lib.layers.gpu_limits import Capability
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def flash_attn_4() -> FlashFunctions:
     return _functions(FLASH_ATTN_4, {})
 
 
-def why_no_flash_attn(capability: tuple[int, int] | None, dropout: float) -> str | None:
+def why_no_flash_attn(capability: Capability, dropout: float) -> str | None:
     """Why flash-attn cannot be imported; None if it can."""
     return why_no_module(_version(capability, dropout))
 
@@ -83,11 +80,9 @@ def why_no_module(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _version(capability: tuple[int, int] | None, dropout: float) -> str:
-    is_hopper = capability is not None and capability[0] == _HOPPER
-    if is_hopper and not dropout and why_no_module(FLASH_ATTN_3) is None:
-        return FLASH_ATTN_3
-    return FLASH_ATTN_2
+def _version(capability: Capability, dropout: float) -> str:
+    names = package_modules("flash_attn", capability, dropout)
+    return next((name for name in names if why_no_module(name) is None), names[-1])
 
 
 def _functions(name: str, options: dict[str, object]) -> FlashFunctions:

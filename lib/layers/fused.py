@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lib.layers.gpu_limits import OLDEST_FOR_TRITON
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OLDEST = (7, 0)  # compute capability of the first GPUs that Triton compiles for
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -29,4 +30,7 @@ def _has_triton() -> bool:
 
 @cache
 def _can_compile(device: torch.device) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= _OLDEST
+    return (
+        torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= OLDEST_FOR_TRITON
+    )

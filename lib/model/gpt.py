@@ -25,12 +25,6 @@ from lib.model.transformer_layer import TransformerLayer
 from lib.parallel.data_parallel import Unit
 from lib.parallel.groups import ParallelGroups
 
-COMPUTE_DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
 

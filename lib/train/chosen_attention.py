@@ -14,7 +14,6 @@ import torch
 from lib.checkpoint.loading import LoadedCheckpoint
 from lib.checkpoint.ranks import gather, on_rank_zero, rank_and_size
 from lib.checkpoint.state import attention_of
-from lib.config.launch_plan import Layout
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.console import say, warn
@@ -28,8 +27,9 @@ from lib.layers.attention_choice import (
     obstacle,
     time_on_gpu,
 )
-from lib.layers.attention_limits import AttentionCase, Capability
-from lib.model.gpt import COMPUTE_DTYPES
+from lib.layers.attention_limits import AttentionCase
+from lib.layers.gpu_limits import Capability
+from lib.train.attention_rules import attention_cases
 
 # Of a GPU's memory, that the S x S weights of all layers may take under a backend that keeps them.
 _SHARE_FOR_WEIGHTS = 0.1
@@ -73,7 +73,6 @@ class Place:
 def with_chosen_attention(
     runtime: RuntimeConfig,
     config: RunConfig,
-    layout: Layout,
     device: torch.device,
     found: LoadedCheckpoint | None,
 ) -> RuntimeConfig:
@@ -82,7 +81,6 @@ def with_chosen_attention(
     Args:
         runtime: as configured.
         config: the run configuration.
-        layout: how the processes share the work.
         device: of this rank.
         found: the checkpoint that the run goes on from.
 
@@ -95,7 +93,7 @@ def with_chosen_attention(
         assert isinstance(arithmetic, dict)
         before = attention_of(arithmetic) if arithmetic.get("device") == device.type else None
     in_flight = 1 if runtime.recompute != "none" else config.model.num_layers
-    wanted = Wanted(runtime.attention, _cases(config, runtime, layout), in_flight, before)
+    wanted = Wanted(runtime.attention, _cases(config, runtime), in_flight, before)
     chosen = choose_attention(wanted, _place(device))
     return runtime.model_copy(update={"attention": chosen})
 
@@ -125,23 +123,13 @@ def choose_attention(wanted: Wanted, place: Place) -> str:
     return _fastest(wanted, place)
 
 
-def _cases(config: RunConfig, runtime: RuntimeConfig, layout: Layout) -> dict[AttentionCase, float]:
+def _cases(config: RunConfig, runtime: RuntimeConfig) -> dict[AttentionCase, float]:
     """The shapes of all phases, weighted by their micro batches."""
-    model, phases = config.model, config.data.phases
+    phases = config.data.phases
     ends = [*(phase.from_samples for phase in phases[1:]), config.training.train_samples]
     cases: dict[AttentionCase, float] = {}
-    for phase, end in zip(phases, ends, strict=True):
-        case = AttentionCase(
-            seq_length=phase.seq_length,
-            micro_batch_size=phase.micro_batch_size,
-            heads=model.num_attention_heads // layout.tensor,
-            kv_heads=max(1, model.num_query_groups // layout.tensor),
-            head_dim=model.head_dim,
-            dtype=COMPUTE_DTYPES[config.precision.compute],
-            dropout=model.attention_dropout,
-            documents=config.data.attention == "document",
-            deterministic=runtime.deterministic,
-        )
+    every = attention_cases(config, runtime)
+    for phase, end, case in zip(phases, ends, every, strict=True):
         micro_batches = max(1, end - phase.from_samples) / phase.micro_batch_size
         cases[case] = cases.get(case, 0.0) + micro_batches
     return cases

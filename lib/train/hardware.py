@@ -10,15 +10,55 @@ import importlib.util
 import os
 import platform
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from lib.errors import UserError
 
 _NAME_BYTES = 256
+# CUdevice_attribute: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+UNKNOWN = (0, 0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device.
+
+    Attributes:
+        name: as the driver says it.
+        capability: compute capability, major and minor; ``UNKNOWN`` if the driver is silent.
+    """
+
+    name: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine has, or what a run takes of it.
+
+    Attributes:
+        gpus: its CUDA devices; of a run those that its processes get, none on the CPU.
+        modules: of packages of attention, those that are installed.
+        processes: of the run, on each node.
+        nodes: machines like this one.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    modules: frozenset[str] = frozenset()
+    processes: int = 1
+    nodes: int = 1
 
 
 def cuda_device_names() -> tuple[str, ...]:
     """Names of the CUDA devices that torch will see here, in its order."""
+    return tuple(gpu.name for gpu in cuda_devices())
+
+
+def cuda_devices() -> tuple[Gpu, ...]:
+    """The CUDA devices that torch will see here, in its order."""
     if not _torch_is_built_for_cuda():
         return ()
     try:
@@ -28,7 +68,31 @@ def cuda_device_names() -> tuple[str, ...]:
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
-    return tuple(_device_name(driver, index) for index in range(count.value))
+    return tuple(
+        Gpu(_device_name(driver, index), _device_capability(driver, index))
+        for index in range(count.value)
+    )
+
+
+def installed(modules: Iterable[str]) -> frozenset[str]:
+    """Which of some modules are installed; their packages, which import torch, stay unread."""
+    return frozenset(name for name in modules if _is_installed(name))
+
+
+def _is_installed(module: str) -> bool:
+    top, _, rest = module.partition(".")
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if found is None or not rest:
+        return found is not None
+    inside = Path(*rest.split("."))
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    return any(
+        (folder / inside).is_dir() or (folder / inside.with_suffix(".py")).is_file()
+        for folder in folders
+    )
 
 
 def cuda_memory_bytes() -> int:
@@ -51,6 +115,16 @@ def _device_name(driver: ctypes.CDLL, index: int) -> str:
     if driver.cuDeviceGetName(name, _NAME_BYTES, device) != 0:
         return "unknown"
     return name.value.decode(errors="replace")
+
+
+def _device_capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
+    device, major, minor = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_int(0)
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return UNKNOWN
+    for number, attribute in ((major, _CAPABILITY_MAJOR), (minor, _CAPABILITY_MINOR)):
+        if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device) != 0:
+            return UNKNOWN
+    return major.value, minor.value
 
 
 def _torch_is_built_for_cuda() -> bool:

@@ -37,7 +37,7 @@ class MeasuredTraining:
     def __init__(self, config: RunConfig, runtime: RuntimeConfig, device: torch.device) -> None:
         set_determinism(runtime)
         layout = layout_for(config, dist.get_world_size())
-        self.runtime = with_chosen_attention(runtime, config, layout, device, None)
+        self.runtime = with_chosen_attention(runtime, config, device, None)
         self.parts = build_training(config, self.runtime, device, layout)
         self.parts.model.chunks.train()
         self.progress = Progress()

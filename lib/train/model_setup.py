@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.layers.attention import attention_backend
+from lib.layers.dtypes import COMPUTE_DTYPES
 from lib.model.flops import head_cost_in_layers
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, LossTerms, ModelOptions, StageSlice
+from lib.model.gpt import GPTModel, LossTerms, ModelOptions, StageSlice
 from lib.model.initialization import initial_parts, with_first_rows
 from lib.model.recompute import Recompute
 from lib.parallel.collectives import all_reduce

@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lib.config.operation import LaunchConfig
+from lib.config.operation import LaunchConfig, host_and_port
 from lib.errors import UserError
 
 NODE_RANK_VARIABLE = "DRYDOCK_NODE_RANK"
-_LARGEST_PORT = 65535
 # Below the ports that the kernel gives to outgoing connections (from 32768 on, on Linux).
 _FIRST_SLURM_PORT, _SLURM_PORTS = 20000, 10000
 _SRUN = "srun --ntasks-per-node=1 python -m stages.pretrain"
@@ -109,23 +108,15 @@ def _rank(
 
 def _meeting_point(launch: LaunchConfig, slurm: "_Step | None", count: int) -> tuple[str, int]:
     if launch.rendezvous is not None:
-        return _host_and_port(launch.rendezvous)
+        place = host_and_port(launch.rendezvous)
+        assert place is not None, "the section's type wants host:port"
+        return place
     if slurm is None:
         raise UserError(
             f"launch.nodes = {count}: launch.rendezvous must say where they meet; write the name "
             "of node 0 and a free port of it, such as gpu001:29500"
         )
     return slurm.first_host, slurm.port
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):([0-9]{1,5})", text, re.ASCII)
-    if found is None or not 0 < int(found[3]) <= _LARGEST_PORT:
-        raise UserError(
-            f"launch.rendezvous = {text}: must be host:port, the host a name or an address (IPv6 "
-            f"in brackets), the port 1 to {_LARGEST_PORT}; write something like gpu001:29500"
-        )
-    return found[1] or found[2], int(found[3])
 
 
 @dataclass(frozen=True)

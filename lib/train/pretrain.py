@@ -83,7 +83,7 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         set_determinism(inputs.runtime)
         layout = layout_for(config, dist.get_world_size())
         found = checkpoint_to_resume(state, config)
-        runtime = with_chosen_attention(inputs.runtime, config, layout, device, found)
+        runtime = with_chosen_attention(inputs.runtime, config, device, found)
         parts = build_training(config, runtime, device, layout, inputs.launch.debug)
         stack.callback(parts.batches.close)
         provenance = Provenance.of(record) if is_first else None

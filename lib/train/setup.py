@@ -20,8 +20,8 @@ from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.console import warn
 from lib.data.order import SampleOrder
+from lib.layers.dtypes import COMPUTE_DTYPES
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
-from lib.model.gpt import COMPUTE_DTYPES
 from lib.model.loss import SampleRules
 from lib.optim.grad_scaler import LossScale, ScaleRules, build_loss_scale
 from lib.optim.lr_schedule import LearningRate

@@ -43,7 +43,8 @@ from lib.evaluate.evaluation import (
 from lib.evaluate.generate import Sampling, continue_prompt
 from lib.evaluate.perplexity import HeldOutLoss
 from lib.layers.attention import attention_backend
-from lib.model.gpt import COMPUTE_DTYPES, GPTModel, ModelOptions, whole_model
+from lib.layers.dtypes import COMPUTE_DTYPES
+from lib.model.gpt import GPTModel, ModelOptions, whole_model
 from lib.model.initialization import initialize
 from lib.parallel.groups import ParallelGroups
 from tests.data.tiny_tokenizer import EOD, TRAINING_TEXT, save_tiny, sentencepiece_model, train

@@ -14,12 +14,14 @@ from lib.layers.attention import BACKENDS
 from lib.layers.attention_choice import check, measure, obstacle, time_on_gpu
 from lib.layers.attention_limits import AttentionCase
 from lib.layers.documents import find_documents
+from lib.layers.dtypes import COMPUTE_DTYPES
 from lib.train.chosen_attention import Wanted, _place, choose_attention
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 B = 2
+NAMES = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
 # heads, key/value heads, head dimension
 SHAPES = [(4, 4, 64), (4, 2, 128), (6, 1, 96), (8, 2, 64)]
 LENGTHS = [128, 257]
@@ -39,7 +41,7 @@ def full_fp32_products():
 def case_of(shape, length, dtype, **changes):
     heads, kv_heads, size = shape
     facts = {"dropout": 0.0, "documents": False, "deterministic": False} | changes
-    return AttentionCase(length, B, heads, kv_heads, size, dtype, **facts)
+    return AttentionCase(length, B, heads, kv_heads, size, NAMES[dtype], **facts)
 
 
 def skip_unless_served(backend, case):
@@ -58,7 +60,7 @@ def fused_inputs(case):
     generator = torch.Generator().manual_seed(case.heads * case.head_dim)
     heads = [case.heads, case.kv_heads, case.kv_heads]
     shape = (case.seq_length, B, sum(heads), case.head_dim)
-    fused = torch.randn(shape, generator=generator).to(case.dtype)
+    fused = torch.randn(shape, generator=generator).to(COMPUTE_DTYPES[case.dtype])
     return fused, heads
 
 
@@ -83,7 +85,8 @@ def compare(backend, case):
     attend = BACKENDS[backend].attend
     found = run(attend, fused.to(CUDA), heads, upstream.to(CUDA), 0.0, on_gpu)
     truth = run(BACKENDS["reference"].attend, fused.double(), heads, upstream, 0.0, documents)
-    error = ROUNDINGS[case.dtype] * torch.finfo(case.dtype).eps
+    dtype = COMPUTE_DTYPES[case.dtype]
+    error = ROUNDINGS[dtype] * torch.finfo(dtype).eps
     for one, expected in zip(found, truth, strict=True):
         assert (one - expected).norm() < error * expected.norm()
         assert (one - expected).abs().max() < 8 * error * expected.abs().max()
@@ -109,11 +112,11 @@ def test_one_head_and_one_sequence(backend):
     """Sizes of 1, whose strides say nothing of the order of dimensions."""
     case = case_of((1, 1, 64), 128, torch.bfloat16)
     skip_unless_served(backend, case)
-    q, k, v = (torch.randn(128, 1, 1, 64, dtype=case.dtype, device=CUDA) for _ in range(3))
+    q, k, v = (torch.randn(128, 1, 1, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(3))
     found = BACKENDS[backend].attend(q, k, v, 0.0, None)
     truth = BACKENDS["reference"].attend(q.double(), k.double(), v.double(), 0.0, None)
     assert found.shape == truth.shape
-    assert (found - truth).norm() < 4 * torch.finfo(case.dtype).eps * truth.norm()
+    assert (found - truth).norm() < 4 * torch.finfo(torch.bfloat16).eps * truth.norm()
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
@@ -142,7 +145,7 @@ def test_dropout_keeps_the_mean_and_can_be_replayed(backend):
     case = case_of((4, 4, 64), 128, torch.bfloat16, dropout=0.5)
     skip_unless_served(backend, case)
     attend = BACKENDS[backend].attend
-    q, k = (torch.randn(128, B, 4, 64, dtype=case.dtype, device=CUDA) for _ in range(2))
+    q, k = (torch.randn(128, B, 4, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
     v = torch.ones_like(q)
     try:
         torch.manual_seed(3)

@@ -80,7 +80,7 @@ def test_a_cpu_takes_torchs_own_without_a_word(capsys):
 
 def test_an_old_gpu_has_less_to_choose_from(capsys):
     clock = Clock()
-    half = replace(WANTED, cases={replace(CASE, dtype=torch.float16): 1.0})
+    half = replace(WANTED, cases={replace(CASE, dtype="fp16"): 1.0})
     assert choose_attention(half, gpu(clock, T4, 16 * GIB)) == "sdpa"
     assert clock.asked == ["efficient", "sdpa"]
     assert "cudnn needs a GPU of compute capability 8.0 or later" in capsys.readouterr().out
@@ -152,7 +152,7 @@ def chosen_on_rank(name):
     """Rank 1 has an older GPU; rank 0's clock alone is looked at."""
     second = dist.get_rank() == 1
     clock = Clock(**({"sdpa": 0.1} if second else {}))
-    wanted = Wanted(name, {replace(CASE, dtype=torch.float16): 1.0}, layers=24)
+    wanted = Wanted(name, {replace(CASE, dtype="fp16"): 1.0}, layers=24)
     with mock.patch.object(flash_packages, "_imported", lambda module: f"no {module}"):
         try:
             chosen = choose_attention(wanted, gpu(clock, T4 if second else H100))
@@ -194,7 +194,7 @@ def test_the_shapes_of_a_run(tmp_path):
         schedule__decay_iters=None,
     )
     runtime = RuntimeConfig(deterministic=True)
-    cases = chosen_attention._cases(config, runtime, layout_for(config, 2))
+    cases = chosen_attention._cases(config, runtime)
     short = replace(
         CASE,
         seq_length=16,

@@ -2,13 +2,23 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lib.errors import UserError
 from lib.train import hardware
-from lib.train.hardware import choose_threads, cuda_device_names, usable_cores
+from lib.train.hardware import (
+    UNKNOWN,
+    Gpu,
+    choose_threads,
+    cuda_device_names,
+    cuda_devices,
+    installed,
+    usable_cores,
+)
 
 
 def test_cuda_devices_are_those_that_torch_sees() -> None:
@@ -69,3 +79,44 @@ def test_threads_that_are_no_number_are_one_line(
     assert choose_threads(5, 2) == 5
     with pytest.raises(UserError, match=f"OMP_NUM_THREADS = {value}: must be"):
         choose_threads(None, 2)
+
+
+def a_driver() -> SimpleNamespace:
+    """With two devices, of which the second does not say what it can."""
+
+    def put(number: Any, value: int) -> int:
+        number._obj.value = value
+        return 0
+
+    def name(text: Any, _size: int, device: Any) -> int:
+        text.value = f"GPU {device.value}".encode()
+        return 0
+
+    def attribute(number: Any, which: int, device: Any) -> int:
+        put(number, {75: 8, 76: 6}[which])
+        return int(device.value)  # an error of the second
+
+    return SimpleNamespace(
+        cuInit=lambda _flags: 0,
+        cuDeviceGetCount=lambda count: put(count, 2),
+        cuDeviceGet=put,
+        cuDeviceGetName=name,
+        cuDeviceGetAttribute=attribute,
+    )
+
+
+def test_the_driver_says_what_devices_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_torch_is_built_for_cuda", lambda: True)
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda _name: a_driver())
+    assert cuda_devices() == (Gpu("GPU 0", (8, 6)), Gpu("GPU 1", UNKNOWN))
+
+
+def test_packages_are_found_without_importing_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("one_pkg/__init__.py", "one_pkg/inner/__init__.py", "one_pkg/leaf.py", "two.py"):
+        (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / file).write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = {"one_pkg.inner", "one_pkg.leaf", "two"}
+    assert installed([*wanted, "one_pkg.other", "two.inner", "no_such_package.x"]) == wanted

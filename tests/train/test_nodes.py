@@ -90,8 +90,6 @@ def test_parameters_come_first_then_slurm_then_one_node(
         ({"node_rank": 1}, {}, ["launch.node_rank = 1", "launch.nodes is null"]),
         ({"nodes": 1, "node_rank": 1}, {}, ["launch.node_rank = 1", "launch.nodes is 1"]),
         ({"rendezvous": "a:1"}, {}, ["launch.rendezvous = a:1", "launch.nodes is null"]),
-        (BY_HAND | {"rendezvous": "fe80::1:29500"}, {}, ["launch.rendezvous =", "in brackets"]),
-        (BY_HAND | {"rendezvous": "http://a:80"}, {}, ["launch.rendezvous = http", "host:port"]),
         (
             BY_HAND | {"node_rank": None},
             {"DRYDOCK_NODE_RANK": "7"},
