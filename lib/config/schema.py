@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 _LARGEST_SEED = 2**63
+_LEAST_FP32, _LARGEST_FP32 = 1e-37, 1e38  # a little within its range
 _PINNED = re.compile(r".+@[0-9a-f]{12,64}")
 
 
@@ -38,14 +39,14 @@ class ModelShape(Section):
     """How positions enter: ``learned`` adds a trained vector per position (GPT-2, the default as
     the simplest), ``rope`` turns queries and keys by an angle that grows with position (Llama)."""
 
-    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, ge=1)
     """For rope: base of the angles' wavelengths, no unit. 10000 suits contexts to about 4096
     tokens; longer ones use more (Llama 3: 500000). Learned positions ignore it."""
 
     normalization: Literal["layernorm", "rmsnorm"] = "layernorm"
     """``layernorm`` centres and scales and has a bias (GPT-2); ``rmsnorm`` only scales (Llama)."""
 
-    norm_epsilon: float = Field(default=1e-5, gt=0)
+    norm_epsilon: float = Field(default=1e-5, ge=_LEAST_FP32)
     """Added to the variance before the root is taken. 1e-5 is GPT-2's and Llama's value."""
 
     activation: Literal["gelu", "swiglu"] = "gelu"
@@ -129,11 +130,11 @@ class PrecisionConfig(Section):
     weights, gradient sums and moments are fp32, except for fp64, where all is fp64: slow, to
     compare two layouts exactly."""
 
-    loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    loss_scale: float | None = Field(default=None, gt=0, le=_LARGEST_FP32)
     """For fp16: what the loss is multiplied by, so that small gradients are not rounded to 0; a
     number stays fixed. Null: found and kept up by itself, with the four keys below."""
 
-    initial_loss_scale: float = Field(default=2.0**32, gt=0, allow_inf_nan=False)
+    initial_loss_scale: float = Field(default=2.0**32, gt=0, le=_LARGEST_FP32)
     """For fp16 and loss_scale null: the first scale. Too large a one costs a skipped step per
     halving, too small a one accuracy, hence Megatron's 2^32."""
 
@@ -202,8 +203,9 @@ class OptimizerConfig(Section):
     """Decay of the mean of squared gradients, 0 to below 1. 0.95 as in GPT-3 and Llama; it
     follows changes in the gradient's size sooner than the textbook's 0.999."""
 
-    epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the squared gradients' mean."""
+    epsilon: float = Field(default=1e-8, ge=_LEAST_FP32)
+    """Added to the root of the squared gradients' mean, which is 0 where a weight never had a
+    gradient. Smaller than 1e-37 it would be 0 in fp32, and the step 0 / 0."""
 
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices (never of norms or biases) per step, times the learning rate. 0 is off."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
 from lib.errors import UserError
 from lib.layers import flash_packages
@@ -232,9 +231,7 @@ def test_what_is_asked_of_a_run_and_where_it_goes(
     monkeypatch.setattr(chosen_attention, "choose_attention", choose)
     found = None if arithmetic is None else SimpleNamespace(scalars={"arithmetic": arithmetic})
     runtime = RuntimeConfig(recompute="none" if layers > 1 else "selective", prefetch=5)
-    chosen = with_chosen_attention(
-        runtime, config, layout_for(config, 1), torch.device("cpu"), found
-    )
+    chosen = with_chosen_attention(runtime, config, torch.device("cpu"), found)
     assert chosen == runtime.model_copy(update={"attention": "efficient"})
     ((wanted, place),) = asked
     assert (wanted.name, wanted.before, wanted.layers) == ("auto", before, layers)
