@@ -15,12 +15,14 @@ from lib.config.params_file import read_params
 from lib.config.run_config import resolve
 from lib.config.schema import ModelSection, ParallelConfig
 from lib.errors import UserError
+from lib.train.graphs import SETTLED_AFTER
 from lib.train.random_tokens import random_tokens
 from lib.workflow.measured_works import Machine, works_of
 from lib.workflow.shapes import Shape, documents_for, measured_run
 from lib.workflow.speed_report import Subject, figure_rows, parts_table, summaries, tell
 from lib.workflow.step_figures import RankFigures, StepTimes, TimingPlan
 from lib.workflow.trace_parts import read_trace
+from stages import measure_speed
 from stages.measure_speed import HUGGING_FACE, OURS, measure_on_rank
 from tests.distributed import run_on_ranks
 
@@ -249,3 +251,7 @@ def test_the_command_refuses_before_it_measures(arguments, message):
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert "measuring" not in done.stdout
+
+
+def test_steps_are_timed_once_a_run_has_settled_on_graphs():
+    assert measure_speed._WARMUP >= SETTLED_AFTER
