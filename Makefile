@@ -36,7 +36,8 @@ check: setup ## checks parameters, declared code and the graph of stages, in sec
 	@python -m stages.check_workflow
 	@dvc dag > /dev/null && echo "dvc.yaml: the stages form a graph without cycles"
 
-smoke: setup ## runs every stage with tiny parameters in a scratch copy, twice
+smoke: setup ## tries this machine; then every stage in a scratch copy, layouts, a kill and resume
+	@$(GUARD) python -m stages.check_hardware
 	@exec $(GUARD) python -m stages.run_smoke
 
 lint: setup ## checks format, lint rules and who may import whom

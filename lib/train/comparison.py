@@ -9,7 +9,7 @@ but for rounding noise, which AdamW turns into steps of full size.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,24 +93,43 @@ def run_layout(
         device: ``cpu`` or ``cuda``.
         timeout: seconds for all of it.
     """
+    return run_layouts([config], runtime, processes, steps, device, timeout)[0]
+
+
+def run_layouts(
+    configs: Sequence[RunConfig],
+    runtime: RuntimeConfig,
+    processes: int,
+    steps: int,
+    device: str = "cpu",
+    timeout: float = 600.0,
+) -> list[Outcome]:
+    """``run_layout`` of several layouts of one size, by the same processes: NCCL starts slowly."""
     assert device in ("cpu", "cuda")
-    outcomes = run_on_ranks(
+    first, *_ = run_on_ranks(
         processes,
-        train_on_rank,
-        config.to_json(),
+        train_each_on_rank,
+        [config.to_json() for config in configs],
         runtime.model_dump_json(),
         steps,
         device,
         timeout=timeout,
         device=device,
     )
-    first = outcomes[0]
-    assert first is not None
-    return first
+    outcomes = [outcome for outcome in first if outcome is not None]
+    assert len(outcomes) == len(configs)
+    return outcomes
+
+
+def train_each_on_rank(
+    config_texts: Sequence[str], runtime_text: str, steps: int, device: str
+) -> list[Outcome | None]:
+    """One rank's part of ``run_layouts``."""
+    return [train_on_rank(text, runtime_text, steps, device) for text in config_texts]
 
 
 def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) -> Outcome | None:
-    """One rank's part of ``run_layout``; rank 0 gives the outcome."""
+    """One rank's part for one layout; rank 0 gives the outcome."""
     config = RunConfig.model_validate_json(config_text)
     runtime = RuntimeConfig.model_validate_json(runtime_text)
     place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)

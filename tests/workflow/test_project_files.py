@@ -37,6 +37,12 @@ def test_repro_applies_the_preset_checks_and_becomes_dvc() -> None:
     assert re.search(r"^exec python -c .*die_with_parent[^;]*; guard\(\);", commands, re.MULTILINE)
 
 
+def test_smoke_tries_the_machine_first() -> None:
+    commands = make("-n", "smoke")
+    places = [commands.index(f"stages.{name}") for name in ("check_hardware", "run_smoke")]
+    assert places == sorted(places)
+
+
 def names(requirements: Path) -> dict[str, str]:
     lines = [line.split("#")[0].strip() for line in requirements.read_text().splitlines()]
     pairs = [re.match(r"([\w.\-]+)\s*(.*)", line) for line in lines if line]

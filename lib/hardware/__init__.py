@@ -1,0 +1,1 @@
+"""What this machine can do, by trying it: the checks behind ``stages.check_hardware``."""
