@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 
 _LONGEST_LINE = 200
-# The deepest of our own functions on a stack of faulthandler or of a traceback, innermost first or
-# last: either way the one that says what was being tried.
+# Our own functions on a stack, of faulthandler or a traceback; try_... says what was being tried.
 _OWN_FUNCTION = re.compile(r'File ".*lib/hardware/\w+\.py", line \d+,? in (\w+)')
 
 
@@ -145,4 +144,5 @@ def _telling_line(text: str, place: int) -> str:
 def _where(text: str) -> str:
     """What was being tried, where the text has a stack of our own."""
     names = [name for name in _OWN_FUNCTION.findall(text) if not name.startswith("_")]
-    return f" (in {names[0].replace('_', ' ')})" if names else ""
+    names = [name for name in names if name.startswith("try_")] or names
+    return f" (in {names[0].removeprefix('try_').replace('_', ' ')})" if names else ""

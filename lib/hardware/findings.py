@@ -5,16 +5,22 @@ whose text says what the exception means (``lib.hardware.causes``).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lib.console import say
+from lib.console import fail, say
 from lib.hardware.causes import explain
 from lib.hardware.facts import Facts
 
 # ``slow`` and ``warning`` let a training run; ``failed`` would not, or not rightly.
 Status = Literal["ok", "slow", "warning", "failed", "not applicable"]
+
+# What a check may take beside its ranks: Triton compiles its kernels for a minute on a slow disk.
+_SPARE_S = 120.0
 
 # What a planner needs, and how the figures of several devices or rounds become one: the slowest
 # device sets the pace of all.
@@ -97,10 +103,32 @@ def run_checks(checks: Sequence[Check], facts: Facts) -> list[Finding]:
     for check in checks:
         say(f"checking {check.name}")
         try:
-            findings += check.run(facts)
+            with _time_limit(check.name, facts.time_limit_s + _SPARE_S):
+                findings += check.run(facts)
         except Exception as error:
             findings.append(failed_by(check.name, error))
     return findings
+
+
+@contextmanager
+def _time_limit(name: str, seconds: float) -> Iterator[None]:
+    """Ends this program if a check hangs, not in ranks but in the driver: nothing else can."""
+    timer = threading.Timer(seconds, _give_up, (name, seconds))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(name: str, seconds: float) -> None:
+    fail(
+        f"{name}: did not finish within {seconds:g} s. The driver, or a GPU, does not answer. Try: "
+        "look for Xid messages in `dmesg`, see whether `nvidia-smi` answers, reset the GPU or "
+        "restart the machine; CUDA_VISIBLE_DEVICES leaves a GPU out."
+    )
+    os._exit(1)
 
 
 def ceilings(findings: Iterable[Finding], device: str) -> dict[str, float | None]:

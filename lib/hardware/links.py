@@ -102,15 +102,19 @@ def _check_ranks(
 def judge_traffic(title: str, traffic: Traffic, link: Link, device: str) -> Iterable[Finding]:
     """Findings on rightness, latency, each collective and each pair."""
     if traffic.wrong:
-        seen = f"{traffic.library}: wrong {', '.join(traffic.wrong[:4])}"
         yield Finding(
-            name=title, status="failed", seen=seen, meaning=_WRONG[0], remedy=_WRONG[1],
+            name=title,
+            status="failed",
+            seen=f"{traffic.library}: wrong {', '.join(traffic.wrong[:4])}",
+            meaning=_WRONG[0],
+            remedy=_WRONG[1],
             device=device,
-        )  # fmt: skip
+        )
+    elif traffic.ranks == 1:
+        yield fine(title, f"{traffic.library} starts", device)
     else:
-        over = f" over {link.text()}" if traffic.ranks > 1 else ""
-        yield fine(title, f"{traffic.library}{over}: all-reduce, all-gather, reduce-scatter, "
-                   "exchange are right", device)  # fmt: skip
+        calls = "all-reduce, all-gather, reduce-scatter and exchanges are right"
+        yield fine(title, f"{traffic.library} over {link.text()}: {calls}", device)
     if traffic.ranks == 1:
         return
     yield _latency(f"{title}: latency", traffic, device)

@@ -29,7 +29,8 @@ class Rates:
     Attributes:
         title: of the device, such as ``cuda:0``.
         kind: its name by the maker.
-        product_tflops: of a bf16 product of square matrices (fp32 on a CPU).
+        product_tflops: of a bf16 product of square matrices (fp16 before compute capability 8.0,
+            fp32 on a CPU).
         copy_gb_per_s: of a copy within its memory, bytes read and written.
     """
 
@@ -62,8 +63,10 @@ def synchronize(device: torch.device) -> None:
 
 def measure_rates(device: torch.device, kind: str) -> Rates:
     """Times a product and a copy on a device."""
-    size = _SIZE[device.type]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size, dtype = _SIZE[device.type], torch.float32
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        dtype = torch.bfloat16 if has_bf16 else torch.float16
     x = torch.randn(size, size, dtype=dtype, device=device)
     y = torch.randn(size, size, dtype=dtype, device=device)
     product = torch.empty_like(x)

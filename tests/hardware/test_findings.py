@@ -1,10 +1,12 @@
 """How checks are run, what exceptions mean, and the record."""
 
 import json
+import time
 
 import pytest
 import torch
 
+from lib.hardware import findings as findings_module
 from lib.hardware.causes import explain
 from lib.hardware.facts import Facts
 from lib.hardware.findings import Check, Finding, as_record, ceilings, fine, run_checks
@@ -19,6 +21,15 @@ def test_a_check_that_raises_ends_no_other():
     findings = run_checks(checks, Facts())
     assert [(f.name, f.status) for f in findings][-2:] == [("bad", "failed"), ("good", "ok")]
     assert "MASTER_PORT" in findings[-2].remedy
+
+
+def test_a_check_that_hangs_is_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(findings_module, "_SPARE_S", 0.0)
+    monkeypatch.setattr(findings_module, "_give_up", lambda *what: told.append(what))
+    checks = [Check("fast", lambda _facts: []), Check("slow", lambda _facts: time.sleep(0.5) or [])]
+    run_checks(checks, Facts(time_limit_s=0.1))
+    assert told == [("slow", 0.1)]
 
 
 # As libraries wrote them.
@@ -67,8 +78,11 @@ def test_the_telling_line_and_place_are_shown():
         '  File "/x/lib/hardware/traffic.py", line 50 in try_all_gather\n'
         '  File "/x/lib/hardware/traffic.py", line 40 in measure_traffic\n'
     )
-    wanted = "rank 1 of 2 did not finish within 60 s (in try all gather)"
+    wanted = "rank 1 of 2 did not finish within 60 s (in all gather)"
     assert explain(AssertionError(text)).seen == wanted
+    lines = text.splitlines()
+    innermost_last = "\n".join([*lines[:2], *lines[:1:-1]])
+    assert explain(AssertionError(innermost_last)).seen == wanted
     assert len(explain(RuntimeError("x" * 5000)).seen) < 250
     memory = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     assert "nvidia-smi" in memory.remedy
