@@ -13,7 +13,9 @@ from lib.hardware.findings import Finding, fine, not_applicable
 from lib.hardware.speed import seconds_of
 from lib.layers.attention import BACKENDS
 from lib.layers.attention_choice import Timer, check, measure, obstacle, time_on_gpu
-from lib.layers.attention_limits import AttentionCase, Capability
+from lib.layers.attention_limits import AttentionCase
+from lib.layers.dtypes import COMPUTE_DTYPES
+from lib.layers.gpu_limits import OLDEST_FOR_BF16, Capability
 
 _GPU_CASE = AttentionCase(
     seq_length=2048,
@@ -21,7 +23,7 @@ _GPU_CASE = AttentionCase(
     heads=16,
     kv_heads=16,
     head_dim=128,
-    dtype=torch.bfloat16,
+    dtype="bf16",
     dropout=0.0,
     documents=False,
     deterministic=False,
@@ -33,7 +35,7 @@ _CPU_CASE = replace(
     heads=4,
     kv_heads=4,
     head_dim=32,
-    dtype=torch.float32,
+    dtype="fp32",
 )
 # Those that a run falls back on when all others fail.
 _LAST_RESORTS = ("sdpa", "reference")
@@ -50,8 +52,7 @@ def check_attention(device: torch.device, kind: str = "") -> Iterable[Finding]:
     case, capability = _CPU_CASE, None
     if on_gpu:
         capability = torch.cuda.get_device_capability(device)
-        half = torch.bfloat16 if capability >= (8, 0) else torch.float16
-        case = replace(_GPU_CASE, dtype=half)
+        case = replace(_GPU_CASE, dtype="bf16" if capability >= OLDEST_FOR_BF16 else "fp16")
 
     def timer(name: str, case: AttentionCase) -> float:
         # Query heads that share keys and values go other ways through some kernels.
@@ -101,10 +102,9 @@ def _timed(name: str, case: AttentionCase, milliseconds: float, device: str) -> 
 def _time_on_cpu(name: str, case: AttentionCase, device: torch.device) -> float:
     """Milliseconds of a forward and a backward pass."""
     shape = (case.seq_length, case.micro_batch_size, case.heads, case.head_dim)
-    inputs = [
-        torch.randn(shape, dtype=case.dtype, device=device).requires_grad_() for _ in range(3)
-    ]
-    upstream = torch.randn(shape, dtype=case.dtype, device=device).flatten(2)
+    dtype = COMPUTE_DTYPES[case.dtype]
+    inputs = [torch.randn(shape, dtype=dtype, device=device).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(shape, dtype=dtype, device=device).flatten(2)
     q, k, v = inputs
 
     def run() -> None:

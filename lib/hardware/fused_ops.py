@@ -18,6 +18,7 @@ from lib.layers.activation import swiglu
 from lib.layers.cross_entropy import vocab_parallel_cross_entropy
 from lib.layers.embedding import VocabParallelEmbedding
 from lib.layers.fused import runs_kernels
+from lib.layers.gpu_limits import OLDEST_FOR_BF16
 from lib.layers.norm import add_layer_norm, add_rms_norm
 from lib.layers.rotary import HeadShape, rotary_table, rotate, split_heads
 from lib.layers.softmax import scaled_masked_softmax
@@ -141,7 +142,7 @@ def check_kernels(
 def served_dtypes(device: torch.device) -> list[torch.dtype]:
     """Number types to check: the interpreter rounds bf16 wrongly, and older GPUs lack it."""
     half = [torch.float32, torch.float16]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST_FOR_BF16:
         return [*half, torch.bfloat16]
     return half
 

@@ -13,6 +13,7 @@ import torch
 
 from lib.hardware.findings import Finding, fine
 from lib.hardware.nvml import GpuState
+from lib.layers.gpu_limits import OLDEST_FOR_BF16
 from lib.model.flops import dense_peak_tflops
 
 _WARM_UPS, _SAMPLES, _RUNS = 2, 5, 3
@@ -65,7 +66,7 @@ def measure_rates(device: torch.device, kind: str) -> Rates:
     """Times a product and a copy on a device."""
     size, dtype = _SIZE[device.type], torch.float32
     if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        has_bf16 = torch.cuda.get_device_capability(device) >= OLDEST_FOR_BF16
         dtype = torch.bfloat16 if has_bf16 else torch.float16
     x = torch.randn(size, size, dtype=dtype, device=device)
     y = torch.randn(size, size, dtype=dtype, device=device)

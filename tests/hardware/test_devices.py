@@ -60,7 +60,7 @@ def test_copies_are_compared(monkeypatch):
     assert "IOMMU" in wrong.remedy
 
 
-CASE = AttentionCase(256, 2, 4, 4, 32, torch.bfloat16, 0.0, documents=False, deterministic=False)
+CASE = AttentionCase(256, 2, 4, 4, 32, "bf16", 0.0, documents=False, deterministic=False)
 
 
 def judged(timer, capability=(9, 0)):
