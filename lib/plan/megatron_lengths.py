@@ -1,0 +1,216 @@
+"""Megatron-LM's flags of batches, lengths and the learning rate's course.
+
+Megatron counts a whole run either in iterations or in samples. A length in tokens, as
+Megatron-DeepSpeed has, is one in samples of ``seq-length`` tokens.
+"""
+
+from dataclasses import dataclass
+
+from lib.config.batch_schedule import BatchSchedule
+from lib.plan.megatron_flags import Importing
+
+_DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}
+_WSD_STYLES = {
+    "exponential": "exponential",
+    "linear": "linear",
+    "cosine": "cosine",
+    "minus_sqrt": "minus_sqrt",
+    "1-sqrt": "minus_sqrt",
+}
+
+
+@dataclass(frozen=True)
+class _Length:
+    """A length of the run: a number, its unit, and the flags that it comes from."""
+
+    number: int
+    unit: str
+    flags: tuple[str, ...]
+
+
+def import_lengths(importing: Importing, copies: int | None) -> None:
+    """Puts batches, lengths and the course of the learning rate.
+
+    Args:
+        importing: with the model and the micro batch put already.
+        copies: copies of the model, None where the script does not tell.
+    """
+    arguments = importing.arguments
+    _sequence(importing)
+    batches = _batches(importing, copies)
+    _units_agree(importing)
+    train = _length(importing, "train")
+    if train is None:
+        importing.refuse("train-iters", "the run needs a length", "add --train-iters N")
+        return
+    decay = _length(importing, "lr-decay")
+    _put_train(importing, train, batches)
+    _put(importing, "schedule.decay", decay)
+    _put(importing, "schedule.warmup", _warmup(importing, decay or train, batches))
+    kind = (arguments.text("lr-decay-style") or "linear").lower()
+    if kind in _DECAYS:
+        why = "" if arguments.has("lr-decay-style") else "Megatron's default of --lr-decay-style"
+        importing.put("schedule.decay", _DECAYS[kind], "lr-decay-style", why=why)
+    else:
+        importing.leave("lr-decay-style", "cosine, linear, constant and wsd are here")
+        importing.put_default("schedule.decay", "linear", "lr-decay-style")
+    _wsd(importing, is_wsd=kind == "wsd")
+    if arguments.number("lr-warmup-init"):
+        importing.leave("lr-warmup-init", "the warm-up begins at 0 here")
+    importing.agree("lr-warmup-init", "the warm-up begins at 0")
+
+
+def _sequence(importing: Importing) -> None:
+    arguments = importing.arguments
+    flag = "seq-length" if arguments.has("seq-length") else "encoder-seq-length"
+    if not arguments.has(flag):
+        importing.refuse("seq-length", "the run needs it", "add --seq-length VALUE")
+    elif (length := arguments.whole(flag)) is not None:
+        importing.put("training.seq_length", length, flag)
+
+
+def _batches(importing: Importing, copies: int | None) -> BatchSchedule | None:
+    """Puts the batch and its ramp-up; None where they are not known."""
+    batch = _global_batch(importing, copies)
+    values = importing.arguments.wholes("rampup-batch-size")
+    names = ("start_batch_size", "increment", "samples")
+    if values and len(values) != len(names):
+        importing.refuse("rampup-batch-size", "takes 3 numbers", "write START INCREMENT SAMPLES")
+        values = values[:0]
+    if values and (values[1] <= 0 or values[2] <= 0):
+        values = values[:0]  # Megatron takes such as: no ramp-up
+    for number, name in enumerate(names):
+        flags = ("rampup-batch-size",)
+        importing.put(f"training.rampup_{name}", values[number] if values else None, *flags)
+    if batch is None or batch < 1:
+        return None
+    if values and 0 < values[0] < batch and (batch - values[0]) % values[1] == 0:
+        return BatchSchedule(batch, *values)
+    return None if values else BatchSchedule.constant(batch)
+
+
+def _global_batch(importing: Importing, copies: int | None) -> int | None:
+    arguments, name = importing.arguments, "training.global_batch_size"
+    if arguments.has("global-batch-size"):
+        batch = arguments.whole("global-batch-size")
+        if batch is not None:
+            importing.put(name, batch, "global-batch-size")
+        return batch
+    micro = importing.value("training.micro_batch_size")
+    if not isinstance(micro, int):
+        return None
+    flag = "num-microbatches-in-minibatch"
+    flag = "num-microbatches" if arguments.has("num-microbatches") else flag
+    steps = (arguments.whole(flag) if arguments.has(flag) else None) or 1
+    why = f"micro-batch-size {micro} x {copies or 1} copies of the model"
+    why += f" x {steps} micro batches" * (steps > 1)
+    if copies is None:
+        why += " (the script does not say how many: look at it)"
+    batch = micro * (copies or 1) * steps
+    importing.put(name, batch, flag, why=why)
+    return batch
+
+
+# ---- lengths
+
+
+def _units_agree(importing: Importing) -> None:
+    """A run in iterations has no lengths in samples, and the other way round."""
+    arguments = importing.arguments
+    in_samples = [flag for flag in ("train-samples", "train-tokens") if arguments.has(flag)]
+    if arguments.has("train-iters") and arguments.has("train-samples"):
+        importing.refuse("train-samples", "--train-iters is given as well", "keep one of the two")
+        return
+    main = in_samples[0] if in_samples else "train-iters"
+    wrong = "iters" if in_samples else "samples"
+    for flag in (f"lr-decay-{wrong}", f"lr-warmup-{wrong}"):
+        given = arguments.given.get(flag)
+        if given is not None and given.values[:1] != ("0",):
+            importing.refuse(
+                flag,
+                f"--{main} counts the run in {'samples' if in_samples else 'iterations'}, and "
+                "Megatron refuses the other unit",
+                f"give all lengths in {'samples' if in_samples else 'iterations'}",
+            )
+
+
+def _length(importing: Importing, stem: str) -> _Length | None:
+    """A length, tokens first: there they override samples."""
+    arguments = importing.arguments
+    tokens, length = f"{stem}-tokens", importing.value("training.seq_length")
+    samples = arguments.whole(f"{stem}-samples") if arguments.has(f"{stem}-samples") else None
+    if arguments.has(tokens) and isinstance(length, int):
+        number = arguments.whole(tokens)
+        if number is not None:
+            number = number // length
+            if stem == "train" and samples is not None and samples < number:
+                number = samples  # the run ends with whichever comes first
+            return _Length(number, "samples", (tokens, f"{stem}-samples"))
+    iterations = arguments.whole(f"{stem}-iters") if arguments.has(f"{stem}-iters") else None
+    if iterations:
+        return _Length(iterations, "iters", (f"{stem}-iters",))
+    return _Length(samples, "samples", (f"{stem}-samples",)) if samples else None
+
+
+def _put_train(importing: Importing, train: _Length, batches: BatchSchedule | None) -> None:
+    """As Megatron, which ends a run with the last whole step."""
+    number, why = train.number, ""
+    if train.unit == "samples" and batches is not None:
+        number = min(batches.ends_near(number)[0], number)
+        if number == 0:
+            importing.refuse(train.flags[0], "must be one step at least", "train longer")
+        if number != train.number:
+            why = f"the last whole step before {train.number} samples, where Megatron ends too"
+        elif "train-tokens" in train.flags:
+            why = "tokens / seq-length"
+    _put(importing, "training.train", _Length(number, train.unit, train.flags), why)
+
+
+def _warmup(importing: Importing, decay: _Length, batches: BatchSchedule | None) -> _Length | None:
+    arguments = importing.arguments
+    given = _length(importing, "lr-warmup")
+    share = arguments.number("lr-warmup-fraction")
+    if share is None:
+        return given
+    if given is not None:
+        importing.refuse("lr-warmup-fraction", f"--{given.flags[0]} is given as well", "keep one")
+    flags = ("lr-warmup-fraction",)
+    exact = share * decay.number
+    if decay.unit == "samples" or abs(exact - round(exact)) < 1e-6 * max(1.0, exact):
+        return _Length(round(exact), decay.unit, flags)
+    batch = batches.global_batch_size if batches else 1
+    return _Length(round(exact * batch), "samples", flags)
+
+
+def _put(importing: Importing, name: str, length: _Length | None, why: str = "") -> None:
+    """Puts a length in its unit, and null in the other."""
+    if length is not None and not why and "lr-warmup-fraction" in length.flags:
+        why = "share of the decay, which is the training's length where no other is given"
+    for unit in ("iters", "samples"):
+        if length is not None and length.unit == unit:
+            importing.put(f"{name}_{unit}", length.number, *length.flags, why=why)
+        else:
+            importing.put(
+                f"{name}_{unit}", None, why="the length is given in the other unit, or none"
+            )
+
+
+def _wsd(importing: Importing, *, is_wsd: bool) -> None:
+    arguments = importing.arguments
+    flags = ("lr-wsd-decay-iters", "lr-wsd-decay-samples", "lr-wsd-decay-style")
+    if not is_wsd:
+        for flag in flags:
+            importing.leave(flag, "only --lr-decay-style WSD reads it", changes_result=False)
+        _put(importing, "schedule.wsd_decay", None)
+        return
+    length = _length(importing, "lr-wsd-decay")
+    if length is None:
+        importing.refuse(flags[0], "--lr-decay-style WSD needs it", f"add --{flags[0]} N")
+    _put(importing, "schedule.wsd_decay", length)
+    style = arguments.text("lr-wsd-decay-style")
+    if style is None:
+        importing.put_default("schedule.wsd_style", "exponential", "lr-wsd-decay-style")
+    elif style in _WSD_STYLES:
+        importing.put("schedule.wsd_style", _WSD_STYLES[style], "lr-wsd-decay-style")
+    else:
+        importing.leave("lr-wsd-decay-style", f"{', '.join(_WSD_STYLES)} are here")

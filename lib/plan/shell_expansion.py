@@ -1,0 +1,329 @@
+r"""Values of a shell's variables put into its words, without running anything.
+
+What only a run could tell, ``$(hostname)`` or a variable that the script never sets, stays as it
+is written, or as ``$(...)``; a value with a ``$`` in it is therefore not known.
+"""
+
+import ast
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
+_BRACED = re.compile(
+    r"(?P<count>#?)(?P<name>[A-Za-z_]\w*|[0-9]+|[@*#])(?:\[(?P<index>[^\]]+)\])?(?P<rest>.*)",
+    re.DOTALL,
+)
+_DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+_ALL_ITEMS = re.compile(r'\$(?:@|\{@\}|\{\w+\[@\]\})"')
+_UNKNOWN = re.compile(r"\$\{[^}]*\}|\$\w+|\$\(.*?\)+|`[^`]*`", re.DOTALL)
+_OUTPUT = "$(...)"  # of a command, which is not known
+_LARGEST_POWER = 64
+_TOO_LARGE = 2**64
+
+Value = str | list[str]
+
+
+@dataclass
+class Environment:
+    """The variables of a script: texts, and lists for arrays."""
+
+    variables: dict[str, Value] = field(default_factory=dict)
+
+    def text(self, name: str) -> str | None:
+        """A variable's value as ``$name`` has it; None where it was never set."""
+        value = self.variables.get(name)
+        if isinstance(value, list):
+            return value[0] if value else ""
+        return value
+
+    def items(self, name: str) -> list[str] | None:
+        """The entries of an array."""
+        value = self.variables.get(name)
+        return [value] if isinstance(value, str) else value
+
+    def add(self, name: str, value: Value, *, append: bool) -> None:
+        """Sets a variable, or with ``append`` adds to it, as += does."""
+        old = self.variables.get(name)
+        if append and isinstance(value, list):
+            self.variables[name] = [*(self.items(name) or []), *value]
+        elif append and isinstance(old, str) and isinstance(value, str):
+            self.variables[name] = old + value
+        else:
+            self.variables[name] = value
+
+
+def expand(raw: str, environment: Environment) -> list[str]:
+    """The words that a raw word becomes: none, one, or more where a value has blanks."""
+    fields = _Fields()
+    _Expansion(raw, environment, fields).run(quoted=False)
+    return fields.words
+
+
+def expand_text(raw: str, environment: Environment) -> str:
+    """A raw word as one text, as in an assignment."""
+    fields = _Fields(splits=False)
+    _Expansion(raw, environment, fields).run(quoted=False)
+    return " ".join(fields.words)
+
+
+def without_unknown(text: str) -> str:
+    """A text as it is where what is not known is empty."""
+    return _UNKNOWN.sub("", text)
+
+
+class _Fields:
+    """Words in the making."""
+
+    def __init__(self, *, splits: bool = True) -> None:
+        self.words: list[str] = []
+        self.is_open = False
+        self.splits = splits
+
+    def add(self, text: str) -> None:
+        if not self.is_open:
+            self.words.append("")
+            self.is_open = True
+        self.words[-1] += text
+
+    def add_value(self, text: str, *, quoted: bool) -> None:
+        """A variable's value, which outside quotes is cut at its blanks."""
+        if quoted or not self.splits:
+            self.add(text)
+            return
+        for part in re.findall(r"\s+|<[A-Za-z][^<>\n]*>\S*|\S+", text):
+            if part.isspace():
+                self.is_open = False
+            else:
+                self.add(part)
+
+    def add_items(self, items: list[str], *, quoted: bool) -> None:
+        for number, item in enumerate(items):
+            if number:
+                if self.splits:
+                    self.is_open = False
+                else:
+                    self.add(" ")
+            self.add_value(item, quoted=quoted)
+
+
+class _Expansion:
+    """One raw word being expanded."""
+
+    def __init__(
+        self, raw: str, environment: Environment, fields: _Fields, *, is_value: bool = False
+    ) -> None:
+        self.raw, self.environment, self.fields = raw, environment, fields
+        self.is_value = is_value  # so that its own blanks part words
+        self.place = 0
+
+    def run(self, *, quoted: bool) -> None:
+        """Expands up to the end, or to the closing double quote."""
+        while self.place < len(self.raw):
+            first = self.raw[self.place]
+            self.place += 1
+            if first == '"' and quoted:
+                return
+            if first == '"':
+                if not _ALL_ITEMS.match(self.raw, self.place):
+                    self.fields.add("")  # a word even if nothing is in it
+                self.run(quoted=True)
+            elif first == "'" and not quoted:
+                end = self.raw.find("'", self.place)
+                end = len(self.raw) if end < 0 else end
+                self.fields.add(self.raw[self.place : end])
+                self.place = end + 1
+            elif first == "\\":
+                self._escape(quoted=quoted)
+            elif first in "$`":
+                self._value(first, quoted=quoted)
+            elif first.isspace() and self.is_value and not quoted:
+                self.fields.add_value(first, quoted=False)
+            else:
+                self.fields.add(first)
+
+    def _escape(self, *, quoted: bool) -> None:
+        following = self.raw[self.place : self.place + 1]
+        self.place += 1
+        if following == "\n":
+            return
+        keeps = quoted and following not in ("$", "`", '"', "\\")
+        self.fields.add("\\" + following if keeps else following)
+
+    def _value(self, first: str, *, quoted: bool) -> None:
+        if first == "`":
+            end = self.raw.find("`", self.place)
+            self.place = len(self.raw) if end < 0 else end + 1
+            self.fields.add(_OUTPUT)
+        elif self.raw.startswith("((", self.place):
+            number = arithmetic(self._bracketed("(", ")")[2:-2], self.environment)
+            self.fields.add(_OUTPUT if number is None else str(number))
+        elif self.raw.startswith("(", self.place):
+            self._bracketed("(", ")")
+            self.fields.add(_OUTPUT)
+        elif self.raw.startswith("{", self.place):
+            self._parameter(self._bracketed("{", "}")[1:-1], quoted=quoted)
+        elif found := _NAME.match(self.raw, self.place):
+            self.place = found.end()
+            self._parameter(found.group(), quoted=quoted)
+        else:
+            self.fields.add("$")
+
+    def _bracketed(self, opening: str, closing: str) -> str:
+        depth, start = 0, self.place
+        while self.place < len(self.raw):
+            letter = self.raw[self.place]
+            depth += (letter == opening) - (letter == closing)
+            self.place += 1
+            if depth == 0:
+                break
+        return self.raw[start : self.place]
+
+    def _parameter(self, inside: str, *, quoted: bool) -> None:
+        """Puts in ``${inside}``."""
+        found = _BRACED.fullmatch(inside)
+        if found is None:
+            self.fields.add_value(_special(inside), quoted=quoted)
+            return
+        name, index, rest = found.group("name", "index", "rest")
+        items = self.environment.items(name)
+        if found.group("count"):
+            self.fields.add(str(len(items or []) if index else len("".join(items or []))))
+        elif name in ("@", "*", "#"):
+            self.fields.add_value("0" if name == "#" else "", quoted=quoted and name == "#")
+        elif index == "*" and quoted:
+            self.fields.add(" ".join(items or []))
+        elif index in ("@", "*"):
+            self.fields.add_items(items or [], quoted=quoted)
+        elif (default := self._default(name, rest)) is not None and not quoted:
+            _Expansion(default, self.environment, self.fields, is_value=True).run(quoted=False)
+        else:
+            self.fields.add_value(self._text(name, index, rest), quoted=quoted)
+
+    def _default(self, name: str, rest: str) -> str | None:
+        """The raw text that stands for a variable; None where the variable itself does."""
+        found, value = _DEFAULT.fullmatch(rest), self.environment.text(name)
+        if found is None:
+            return None
+        colon, kind, text = found.groups()
+        is_missing = value is None or (bool(colon) and value == "")
+        if kind == "=" and is_missing:
+            self.environment.add(name, expand_text(text, self.environment), append=False)
+        wanted = {"+": not is_missing, "?": False}.get(kind, is_missing)
+        return text if wanted else None
+
+    def _text(self, name: str, index: str | None, rest: str) -> str:
+        """A variable's text, or what stands for it where it has none."""
+        value = self.environment.text(name)
+        if index is not None:
+            items, number = self.environment.items(name) or [], arithmetic(index, self.environment)
+            value = items[number] if number is not None and 0 <= number < len(items) else None
+        written = f"${{{name}{'' if index is None else f'[{index}]'}{rest}}}"
+        if not rest:
+            return f"${name}" if value is None else value
+        if found := _DEFAULT.fullmatch(rest):
+            default = self._default(name, rest)
+            if default is not None:
+                return expand_text(default, self.environment)
+            if found.group(2) == "+":
+                return ""
+            return f"${name}" if value is None else value
+        return written if value is None else _trimmed(value, rest, written)
+
+
+def _special(inside: str) -> str:
+    """``$?`` and the like; anything else is not known."""
+    return {"?": "0", "-": "", "$": "1", "!": ""}.get(inside, f"${{{inside}}}")
+
+
+def _trimmed(value: str, rest: str, written: str) -> str:
+    """``${name%pattern}``, ``${name##pattern}``, ``${name/old/new}``, and ``,,`` or ``^^``."""
+    if rest in (",,", "^^"):
+        return value.lower() if rest == ",," else value.upper()
+    if found := re.fullmatch(r"/(/?)([^/]+)/(.*)", rest):
+        return value.replace(found.group(2), found.group(3), -1 if found.group(1) else 1)
+    found = re.fullmatch(r"(%%?|##?)(.+)", rest)
+    if found is None:
+        return written
+    mark, pattern = found.groups()
+    lengths = range(len(value) + 1)
+    if mark in ("%", "##"):
+        lengths = reversed(lengths)
+    for cut in lengths:  # % and # remove as little as can be, %% and ## as much
+        removed, kept = (value[cut:], value[:cut]) if "%" in mark else (value[:cut], value[cut:])
+        if fnmatch.fnmatchcase(removed, pattern):
+            return kept
+    return value
+
+
+# ---- arithmetic
+
+_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+}
+_COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def arithmetic(expression: str, environment: Environment) -> int | None:
+    """What bash's ``$((expression))`` is; None where that cannot be told."""
+    text = expand_text(expression, environment).replace("&&", " and ").replace("||", " or ")
+    text = re.sub(r"!(?!=)", " not ", text)
+    text = re.sub(r"(?<!/)/(?!/)", "//", text)
+    text = re.sub(r"(?<![\w$])0+(?=\d)", "", text)
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, environment)
+    except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
+        return None
+
+
+def _evaluate(node: ast.expr, environment: Environment) -> int:
+    """Raises ValueError for what is no plain arithmetic of whole numbers."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return int(node.value)
+    if isinstance(node, ast.Name):
+        value = environment.text(node.id)
+        number = None if value is None else arithmetic(value, environment)
+        if number is None:
+            raise ValueError(node.id)
+        return number
+    if isinstance(node, ast.UnaryOp):
+        inner = _evaluate(node.operand, environment)
+        return int(not inner) if isinstance(node.op, ast.Not) else -inner
+    if isinstance(node, ast.BoolOp):
+        values = [_evaluate(each, environment) for each in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        left, right = (_evaluate(each, environment) for each in (node.left, node.comparators[0]))
+        return int(_COMPARED[type(node.ops[0])](left, right))
+    if isinstance(node, ast.BinOp):
+        left, right = (_evaluate(each, environment) for each in (node.left, node.right))
+        return _combine(node.op, left, right)
+    raise ValueError("no whole number")
+
+
+def _combine(symbol: ast.operator, left: int, right: int) -> int:
+    if max(abs(left), abs(right)) >= _TOO_LARGE:
+        raise ValueError("more than 64 bits")
+    if isinstance(symbol, ast.FloorDiv):
+        quotient = abs(left) // abs(right)  # bash rounds towards 0
+        return quotient if (left < 0) == (right < 0) else -quotient
+    if isinstance(symbol, ast.Mod):
+        return left - right * _combine(ast.FloorDiv(), left, right)
+    if isinstance(symbol, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_POWER:
+        raise ValueError("too large")
+    if isinstance(symbol, ast.Pow):
+        return int(left**right)
+    return _BINARY[type(symbol)](left, right)
