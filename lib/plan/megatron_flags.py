@@ -5,6 +5,7 @@ that none of them reads is looked up in ``lib.plan.megatron_flag_table``.
 """
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -115,13 +116,19 @@ class Arguments:
         return values[0]
 
     def number(self, name: str) -> float | None:
-        """The one value of a flag as a number."""
+        """The one value of a flag as a finite number."""
         values = self._first(name)
+        if not values:
+            self._no_value(name)
+            return None
         try:
-            return float(values[0]) if values else self._no_value(name)
+            number = float(values[0])
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             self._refuse(name, *_no_number(values[0], "a number"))
             return None
+        return number
 
     def whole(self, name: str) -> int | None:
         """The one value of a flag as a whole number; ``1_000`` and ``1e3`` are such."""

@@ -65,8 +65,17 @@ def _sequence(importing: Importing) -> None:
     flag = "seq-length" if arguments.has("seq-length") else "encoder-seq-length"
     if not arguments.has(flag):
         importing.refuse("seq-length", "the run needs it", "add --seq-length VALUE")
-    elif (length := arguments.whole(flag)) is not None:
+    elif (length := _count(importing, flag)) is not None:
         importing.put("training.seq_length", length, flag)
+
+
+def _count(importing: Importing, flag: str, least: int = 1) -> int | None:
+    """A flag's whole number; None where it is not given or too small."""
+    number = importing.arguments.whole(flag) if importing.arguments.has(flag) else None
+    if number is not None and number < least:
+        importing.refuse(flag, f"must be {least} or more", "write another number")
+        return None
+    return number
 
 
 def _batches(importing: Importing, copies: int | None) -> BatchSchedule | None:
@@ -92,16 +101,16 @@ def _batches(importing: Importing, copies: int | None) -> BatchSchedule | None:
 def _global_batch(importing: Importing, copies: int | None) -> int | None:
     arguments, name = importing.arguments, "training.global_batch_size"
     if arguments.has("global-batch-size"):
-        batch = arguments.whole("global-batch-size")
+        batch = _count(importing, "global-batch-size")
         if batch is not None:
             importing.put(name, batch, "global-batch-size")
         return batch
     micro = importing.value("training.micro_batch_size")
-    if not isinstance(micro, int):
+    if not isinstance(micro, int) or micro < 1:
         return None
     flag = "num-microbatches-in-minibatch"
     flag = "num-microbatches" if arguments.has("num-microbatches") else flag
-    steps = (arguments.whole(flag) if arguments.has(flag) else None) or 1
+    steps = _count(importing, flag) or 1
     why = f"micro-batch-size {micro} x {copies or 1} copies of the model"
     why += f" x {steps} micro batches" * (steps > 1)
     if copies is None:
@@ -138,15 +147,15 @@ def _length(importing: Importing, stem: str) -> _Length | None:
     """A length, tokens first: there they override samples."""
     arguments = importing.arguments
     tokens, length = f"{stem}-tokens", importing.value("training.seq_length")
-    samples = arguments.whole(f"{stem}-samples") if arguments.has(f"{stem}-samples") else None
+    samples = _count(importing, f"{stem}-samples", least=0)
     if arguments.has(tokens) and isinstance(length, int):
-        number = arguments.whole(tokens)
+        number = _count(importing, tokens, least=0)
         if number is not None:
             number = number // length
             if stem == "train" and samples is not None and samples < number:
                 number = samples  # the run ends with whichever comes first
             return _Length(number, "samples", (tokens, f"{stem}-samples"))
-    iterations = arguments.whole(f"{stem}-iters") if arguments.has(f"{stem}-iters") else None
+    iterations = _count(importing, f"{stem}-iters", least=0)
     if iterations:
         return _Length(iterations, "iters", (f"{stem}-iters",))
     return _Length(samples, "samples", (f"{stem}-samples",)) if samples else None

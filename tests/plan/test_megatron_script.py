@@ -1,5 +1,6 @@
 """Following shell text: bash itself is the truth for words, values and branches."""
 
+import contextlib
 import shutil
 import subprocess
 
@@ -236,3 +237,43 @@ def test_a_text_without_flags_is_refused() -> None:
 def test_an_undecided_branch_with_flags_is_named() -> None:
     launch = read_launch("if [ -f x ]; then A='--d 4'; fi\ntrain.py --a --b --c $A", {})
     assert any("line 1" in note for note in launch.notes)
+
+
+FRAGMENTS = [
+    *(
+        "if ",
+        "then ",
+        "fi\n",
+        "else ",
+        "[ ",
+        "] ",
+        "[[ ",
+        "]]",
+        "\n",
+        ";",
+        ";;",
+        "(",
+        ")",
+        "{ ",
+        "}",
+    ),
+    *(
+        "for x in a b",
+        "do ",
+        "done ",
+        "while ",
+        "case $x in",
+        "esac ",
+        "a) ",
+        "f() ",
+        "function g ",
+    ),
+    *("$x", "${x", "$(", "`", '"', "'", "\\", " --a 1 ", "A=", "A+=(", "((1<2))", "&&", "||", "|"),
+    *("&", "! ", "#", "<<EOF\n", "EOF\n", ">f ", "<a b>", "$((", "))", "eval ", "bash -c ", "f "),
+]
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=15))
+def test_any_text_is_followed_to_its_end_or_refused(fragments: list[str]) -> None:
+    with contextlib.suppress(UserError):
+        follow_script("".join(fragments), {})
