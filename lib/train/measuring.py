@@ -4,7 +4,8 @@ Model, optimizer, data path and step are those of a real run: only who calls the
 """
 
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -17,12 +18,38 @@ from lib.checkpoint.run_data import training_samples
 from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
+from lib.config.schema import ModelConfig
+from lib.model.initialization import initial_parts, initial_value
 from lib.model.loss import SampleRules
+from lib.parallel.random import named_generator
+from lib.parallel.storage import Cut
 from lib.train.batches import Reading, TrainingBatches
 from lib.train.chosen_attention import with_chosen_attention
 from lib.train.metrics import StepRow
+from lib.train.model_setup import Draw
 from lib.train.setup import build_training, set_determinism
 from lib.train.step import Progress, train_step
+
+_DRAWN = 1_000_003  # numbers; a prime, so that rows of a matrix differ
+
+
+def repeated_parts(
+    cuts: Mapping[str, Cut], config: ModelConfig, *, vocab_size: int, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """As ``initial_parts``, but the same random numbers over and over.
+
+    For measurements that no value matters to: drawing seven billion takes a minute.
+    """
+    drawn = torch.empty(_DRAWN).normal_(
+        0.0, config.init_std, generator=named_generator(seed, "init", "repeated")
+    )
+    for name, cut in cuts.items():
+        shape = cut.held_shape
+        if len(shape) == 1:
+            yield name, initial_value(name, shape, config, vocab_size=vocab_size, seed=seed)
+        else:
+            size = math.prod(shape)
+            yield name, drawn.repeat(-(-size // _DRAWN))[:size].view(shape)
 
 
 class MeasuredTraining:
@@ -32,13 +59,20 @@ class MeasuredTraining:
         config: the run; ``config.parallel`` is the layout.
         runtime: attention, recomputation and reading.
         device: where this rank computes.
+        draw: gives the initial values, as ``initial_parts`` does.
     """
 
-    def __init__(self, config: RunConfig, runtime: RuntimeConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: RuntimeConfig,
+        device: torch.device,
+        draw: Draw = initial_parts,
+    ) -> None:
         set_determinism(runtime)
         layout = layout_for(config, dist.get_world_size())
         self.runtime = with_chosen_attention(runtime, config, device, None)
-        self.parts = build_training(config, self.runtime, device, layout)
+        self.parts = build_training(config, self.runtime, device, layout, draw=draw)
         self.parts.model.chunks.train()
         self.progress = Progress()
         self.rows: list[StepRow] = []

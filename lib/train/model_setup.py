@@ -4,7 +4,7 @@ The model is laid out on the meta device and gets memory only once it is sharded
 holds more than its own shards and one whole parameter at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,8 @@ from lib.parallel.groups import ParallelGroups
 from lib.parallel.masters import create_masters, fill_shard
 from lib.parallel.storage import Cut, named_parts
 from lib.pipeline.partition import layer_ranges, partition_layers
+
+Draw = Callable[..., Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,11 @@ class ShardedModel:
 
 
 def build_sharded_model(
-    config: RunConfig, runtime: RuntimeConfig, groups: ParallelGroups, mesh: DeviceMesh
+    config: RunConfig,
+    runtime: RuntimeConfig,
+    groups: ParallelGroups,
+    mesh: DeviceMesh,
+    draw: Draw = initial_parts,
 ) -> ShardedModel:
     """The initialised model of this rank.
 
@@ -76,6 +82,7 @@ def build_sharded_model(
         runtime: attention and recomputation.
         groups: of this rank on ``mesh``.
         mesh: from ``lib.parallel.mesh.build_mesh``.
+        draw: gives the initial values, as ``initial_parts`` does.
     """
     dtype = COMPUTE_DTYPES[config.precision.compute]
     with torch.device("meta"):
@@ -84,7 +91,7 @@ def build_sharded_model(
     cuts = {name: part.cut for name, part in parts.items()}
     masters = create_masters(cuts, mesh, torch.promote_types(dtype, torch.float32))
     vocab_size, seed = config.data.vocab_size, config.training.seed
-    for name, part in initial_parts(cuts, config.model, vocab_size=vocab_size, seed=seed):
+    for name, part in draw(cuts, config.model, vocab_size=vocab_size, seed=seed):
         fill_shard(masters[name], part, mesh)
     models = [chunk for chunk in chunks if isinstance(chunk, GPTModel)]
     units = [chunk.units() for chunk in models]

@@ -22,6 +22,7 @@ from lib.console import warn
 from lib.data.order import SampleOrder
 from lib.layers.dtypes import COMPUTE_DTYPES
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
+from lib.model.initialization import initial_parts
 from lib.model.loss import SampleRules
 from lib.optim.grad_scaler import LossScale, ScaleRules, build_loss_scale
 from lib.optim.lr_schedule import LearningRate
@@ -40,7 +41,7 @@ from lib.train.batches import (
 )
 from lib.train.graphs import StepGraphs, graphs_obstacle
 from lib.train.metrics import Throughput
-from lib.train.model_setup import ShardedModel, build_sharded_model
+from lib.train.model_setup import Draw, ShardedModel, build_sharded_model
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ def build_training(
     device: torch.device,
     layout: Layout,
     debug: Literal["collectives"] | None = None,
+    draw: Draw = initial_parts,
 ) -> TrainingParts:
     """Builds model, optimizer and data for this rank.
 
@@ -254,6 +256,7 @@ def build_training(
         device: from ``start_process_group``.
         layout: how the processes share the work.
         debug: ``launch.debug``.
+        draw: gives the initial values, as ``initial_parts`` does.
     """
     training = config.training
     mesh = build_mesh(
@@ -267,7 +270,7 @@ def build_training(
     if debug == "collectives":
         groups = watch_groups(groups, _agents_store(), report=warn)
     seed_default_stream(training.seed, dp_rank=groups.dp.rank, pp_rank=groups.pp.rank)
-    model = build_sharded_model(config, runtime, groups, mesh)
+    model = build_sharded_model(config, runtime, groups, mesh, draw)
     optimizer = build_optimizer(
         list(model.parameters.values()),
         betas=(config.optimizer.beta1, config.optimizer.beta2),

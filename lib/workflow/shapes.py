@@ -5,11 +5,6 @@
 | 125m | 12 | 768 | 12 x 64 | 3072 | GPT-2 | 124 M | 1024 |
 | 1.4b | 24 | 2048 | 16 x 128 | 5504 | Llama | 1.42 B | 2048 |
 | 7b | 32 | 4096 | 32 x 128 | 11008 | Llama | 6.89 B | 2048 |
-
-Memory of a rank that holds P weights, whose masters D ranks share, in bytes: 2 P to compute with,
-4 P of gradient sums, 12 P / D of masters and moments; for backward 16 H + 6 F (4 F without a gate)
-of each layer and token; 4 V of each token about the logits. The first stage of a pipeline keeps as
-many micro batches as there are stages, of as large a part of the layers, which comes to the same.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +12,7 @@ from typing import Literal
 
 from lib.config.data_section import DataSection
 from lib.config.launch_plan import layout_for
-from lib.config.operation import CheckpointConfig
+from lib.config.operation import CheckpointConfig, RuntimeConfig
 from lib.config.rules import broken_rules
 from lib.config.run_config import Params, count_parameters, resolve_model
 from lib.config.schema import (
@@ -30,9 +25,9 @@ from lib.config.schema import (
     TrainingSection,
 )
 from lib.errors import InvalidParams
+from lib.plan.memory import USABLE, peak_memory
+from lib.plan.work import works_of
 
-# Of a GPU's memory; the rest is for the context, NCCL and what the allocator cannot use.
-_USABLE = 0.93
 _LONG = 1_000_000
 _RATE = 1e-4
 
@@ -93,29 +88,15 @@ REFERENCES = {
 }
 
 
-def memory_bytes(shape: Shape, layout: ParallelConfig) -> float:
-    """About how much memory one GPU needs, by the formula above.
-
-    Args:
-        shape: whose ``micro_batch_size`` counts.
-        layout: ``data`` must be a number.
-    """
-    assert layout.data is not None
-    model = shape.resolved()
-    weights = shape.num_parameters() / (layout.tensor * layout.pipeline)
-    state = weights * (2 + 4 + 12 / layout.data)
-    tokens = shape.seq_length * shape.micro_batch_size
-    wide = (6 if model.activation == "swiglu" else 4) * model.ffn_hidden_size
-    layers = model.num_layers * (16 * model.hidden_size + wide)
-    return state + tokens * (layers + 4 * shape.vocab_size) / layout.tensor
-
-
 def fitted(shape: Shape, layout: ParallelConfig, memory: int) -> Shape | None:
     """The shape with the largest micro batch that fits, halved from its own; None if none does."""
     size = shape.micro_batch_size
     while size:
         smaller = replace(shape, micro_batch_size=size)
-        if memory_bytes(smaller, layout) <= _USABLE * memory:
+        run = measured_run(smaller, layout, "bf16")
+        ranks = layout.tensor * layout.pipeline * (layout.data or 1)
+        (work,) = works_of(run, RuntimeConfig(), shape.vocab_size, ranks)
+        if peak_memory(work).kinds.total <= USABLE * memory:
             return smaller
         size //= 2
     return None

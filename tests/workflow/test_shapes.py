@@ -7,7 +7,7 @@ import pytest
 from lib.checkpoint.shapes import parameter_shapes
 from lib.config.schema import ParallelConfig
 from lib.errors import InvalidParams, UserError
-from lib.workflow.shapes import REFERENCES, fitted, measured_run, memory_bytes, usual_layouts
+from lib.workflow.shapes import REFERENCES, fitted, measured_run, usual_layouts
 
 H200 = 150_000_000_000
 ONE = ParallelConfig(data=1)
@@ -33,15 +33,6 @@ def test_sizes(name, expected, billions):
     shapes = parameter_shapes(shape.resolved(), shape.vocab_size).values()
     assert sum(rows * (columns or [1])[0] for rows, *columns in shapes) == expected
     assert shape.resolved().head_dim == (64 if name == "125m" else 128)
-
-
-def test_memory_by_hand():
-    shape = REFERENCES["1.4b"]
-    weights, tokens = shape.num_parameters(), 8 * 2048
-    backward = tokens * (24 * (16 * 2048 + 6 * 5504) + 4 * 50304)
-    assert memory_bytes(shape, ONE) == pytest.approx(18 * weights + backward)
-    shared = memory_bytes(shape, ParallelConfig(tensor=2, data=4, pipeline=3))
-    assert shared == pytest.approx(weights / 6 * (6 + 3) + backward / 2)
 
 
 def test_micro_batches_shrink_until_they_fit():

@@ -1,0 +1,199 @@
+"""What a GPU reaches at most, as data: the rates that ``lib.plan.time`` counts with.
+
+Those of the H200 were measured (docs/performance.md). For other GPUs the datasheet's peaks are
+taken times the share of them that the H200 reaches, and ``measured`` says so. A file of rates:
+
+    {"device": "NVIDIA H200",
+     "memory_gib": 139.8,
+     "product_tflops": 740.0,
+     "copy_gb_per_s": 4100.0,
+     "attention_tflops": {"64": {"2048": 290.0}, "128": {"2048": 363.0, "8192": 545.0}},
+     "link_gb_per_s": {"collective": {"16": 132.0, "512": 298.0}, "p2p": {"32": 150.0},
+                       "nodes": {"64": 45.0}},
+     "latency_us": {"kernel": 65.0, "collective": 100.0}}
+
+product_tflops:    bf16 (fp16) products of large matrices.
+copy_gb_per_s:     bytes read and written by a copy on the device.
+attention_tflops:  forward and backward, causal half counted, by head dimension and sequence length.
+link_gb_per_s:     bus rate by the megabytes of a message: all-gathers and reduce-scatters of the
+                   GPUs of a node, transfers between two, and collectives between nodes.
+latency_us:        of the host: from one launch of a kernel to the next as training launches them
+                   (Python and autograd included), and the same of a collective.
+"""
+
+import bisect
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lib.errors import UserError
+
+_Rates = dict[int, float]
+
+
+class Links(BaseModel):
+    """GB/s by the megabytes of a message."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    collective: _Rates = Field(min_length=1)
+    p2p: _Rates = Field(min_length=1)
+    nodes: _Rates = Field(min_length=1)
+
+
+class Latency(BaseModel):
+    """Microseconds of the host for each launch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: float = Field(ge=0)
+    collective: float = Field(ge=0)
+
+
+class Ceilings(BaseModel):
+    """See the text of the module."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: str
+    memory_gib: float = Field(gt=0)
+    product_tflops: float = Field(gt=0)
+    copy_gb_per_s: float = Field(gt=0)
+    attention_tflops: dict[int, _Rates] = Field(min_length=1)
+    link_gb_per_s: Links
+    latency_us: Latency
+    measured: bool = True
+
+    def attention(self, head_dim: int, seq_length: int) -> float:
+        """TFLOP/s of attention, by the nearest head dimension."""
+        nearest = min(self.attention_tflops, key=lambda size: abs(math.log(size / head_dim)))
+        return interpolated(self.attention_tflops[nearest], seq_length)
+
+
+def interpolated(rates: Mapping[int, float], at: float) -> float:
+    """A rate between those measured, in a straight line over the logarithm; the ends beyond."""
+    places = sorted(rates)
+    above = bisect.bisect_left(places, at)
+    if above == 0:
+        return rates[places[0]]
+    if above == len(places):
+        return rates[places[-1]]
+    low, high = places[above - 1], places[above]
+    share = math.log(at / low) / math.log(high / low)
+    return rates[low] + share * (rates[high] - rates[low])
+
+
+H200 = Ceilings(
+    device="NVIDIA H200",
+    memory_gib=139.8,
+    product_tflops=740.0,
+    copy_gb_per_s=4100.0,
+    # At 1024: what the 125M model's step leaves for it.
+    attention_tflops={
+        64: {1024: 200.0, 2048: 290.0, 8192: 430.0},
+        128: {1024: 260.0, 2048: 363.0, 8192: 545.0},
+    },
+    link_gb_per_s=Links(
+        collective={1: 20.0, 16: 132.0, 64: 239.0, 512: 298.0},
+        p2p={1: 20.0, 16: 132.0, 64: 239.0},
+        nodes={1: 5.0, 16: 25.0, 64: 45.0},  # a network card of 400 Gb/s for each GPU
+    ),
+    latency_us=Latency(kernel=65.0, collective=100.0),
+)
+
+# By the makers' datasheets: dense bf16 (fp16 before Ampere) TFLOP/s, memory GB/s, GiB that a
+# program sees, link of a GPU to others of its node in both directions, GB/s.
+_DATASHEET: dict[str, tuple[float, float, float, float]] = {
+    "NVIDIA H200": (989, 4800, 139.8, 900),
+    "NVIDIA H100": (989, 3350, 79.1, 900),
+    "NVIDIA H100 PCIe": (756, 2000, 79.1, 128),
+    "NVIDIA B200": (2250, 8000, 178.0, 1800),
+    "NVIDIA A100-SXM4-80GB": (312, 2039, 79.2, 600),
+    "NVIDIA A100-SXM4-40GB": (312, 1555, 39.4, 600),
+    "NVIDIA A100 80GB PCIe": (312, 1935, 79.2, 64),
+    "NVIDIA L40S": (362, 864, 44.4, 64),
+    "NVIDIA L4": (121, 300, 22.2, 64),
+    "NVIDIA GeForce RTX 4090": (165, 1008, 23.5, 64),
+    "NVIDIA GeForce RTX 3090": (71, 936, 23.6, 64),
+    "Tesla V100-SXM2-32GB": (125, 900, 31.7, 300),
+    "Tesla V100-SXM2-16GB": (125, 900, 15.8, 300),
+    "Tesla T4": (65, 320, 14.6, 32),
+}
+
+# What may follow in a reported name and says nothing of the chip.
+_FORM = re.compile(r"( (sxm\d*|pcie|\d+gb|hbm\w*))*")
+
+
+def known_ceilings(name: str) -> Ceilings:
+    """The rates of a GPU by its name or a part of it, such as ``H200`` or ``A100-SXM4-80GB``.
+
+    Raises:
+        UserError: no such GPU is known.
+    """
+    wanted = _plain(name)
+    names = {_plain(known): known for known in _DATASHEET}
+    ending = [known for text, known in names.items() if f" {text}".endswith(f" {wanted}")]
+    within = [known for text, known in names.items() if f" {wanted} " in f" {text} "]
+    # A driver says more than the name: "NVIDIA H100 80GB HBM3".
+    longer = [
+        names[text]
+        for text in sorted(names, key=len, reverse=True)
+        if wanted.startswith(text) and _FORM.fullmatch(wanted[len(text) :])
+    ]
+    found = [*ending, *within, *longer]
+    if not found:
+        raise UserError(
+            f"{name}: the rates of this GPU are not known; there are {', '.join(_DATASHEET)}; "
+            "name one by --gpu, or give rates by --ceilings FILE"
+        )
+    return H200 if found[0] == H200.device else _estimated(found[0])
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]+", " ", name).lower().strip()
+
+
+def _estimated(name: str) -> Ceilings:
+    flops, copy, memory, link = _DATASHEET[name]
+    top = _DATASHEET[H200.device]
+    links = H200.link_gb_per_s
+    return Ceilings(
+        device=name,
+        memory_gib=memory,
+        product_tflops=H200.product_tflops * flops / top[0],
+        copy_gb_per_s=H200.copy_gb_per_s * copy / top[1],
+        attention_tflops={
+            size: _times(rates, flops / top[0]) for size, rates in H200.attention_tflops.items()
+        },
+        link_gb_per_s=Links(
+            collective=_times(links.collective, link / top[3]),
+            p2p=_times(links.p2p, link / top[3]),
+            nodes=links.nodes,
+        ),
+        latency_us=H200.latency_us,
+        measured=False,
+    )
+
+
+def _times(rates: Mapping[int, float], factor: float) -> _Rates:
+    return {at: rate * factor for at, rate in rates.items()}
+
+
+def read_ceilings(path: Path) -> Ceilings:
+    """Reads a file of rates.
+
+    Raises:
+        UserError: it cannot be read, or is none.
+    """
+    try:
+        return Ceilings.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the text"
+            raise UserError(f"{path}: {place}: {first['msg']}; see docs/planning.md") from None
+        raise UserError(f"{path}: cannot be read as a file of rates ({error})") from None

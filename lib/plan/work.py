@@ -1,0 +1,164 @@
+"""The training run that is planned, as plain numbers: what the formulas of this folder take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from lib.config.data_facts import Phase
+from lib.config.data_section import PlannedPhase, planned_phases
+from lib.config.launch_plan import layout_for
+from lib.config.operation import RuntimeConfig
+from lib.config.run_config import Params, RunConfig, padded_size, resolve_model
+from lib.config.schema import ModelConfig, ParallelConfig
+from lib.model.flops import head_cost_in_layers
+from lib.pipeline.partition import partition_layers
+
+_ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+_DEFAULT_RUNTIME = RuntimeConfig()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a run on one layout.
+
+    Attributes:
+        model: resolved.
+        vocab_size: rows of the embedding table, padding included.
+        seq_length: tokens of a sample.
+        micro_batch_size: samples that a rank computes at once.
+        micro_batches: of a step, on each copy of the model.
+        parallel: the layout; ``data`` is a number.
+        compute: number type of products and activations.
+        runtime: recomputation, attention and kernels.
+        within_documents: whether tokens see those of their own document only.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    seq_length: int
+    micro_batch_size: int
+    micro_batches: int
+    parallel: ParallelConfig
+    compute: str = "bf16"
+    runtime: RuntimeConfig = _DEFAULT_RUNTIME
+    within_documents: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model."""
+        assert self.parallel.data is not None
+        return self.parallel.data
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the masters."""
+        return self.parallel.data_shard or self.copies
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole run."""
+        return self.parallel.tensor * self.parallel.pipeline * self.copies
+
+    @property
+    def sharding(self) -> str:
+        """As it is carried out: a rank that holds all masters has nothing to shard."""
+        return self.parallel.sharding if self.shards > 1 else "optimizer"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a number of the compute type."""
+        return _ELEMENT_BYTES[self.compute]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a number of masters, moments and gradient sums: fp32 or wider."""
+        return max(4, self.element_bytes)
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro batch, S x B."""
+        return self.seq_length * self.micro_batch_size
+
+    @property
+    def own_tokens(self) -> int:
+        """Of a micro batch, as this rank holds hidden states between layers, S x B (/ T)."""
+        return self.tokens // (self.parallel.tensor if self.parallel.sequence else 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all copies."""
+        return self.tokens * self.micro_batches * self.copies
+
+    @cached_property
+    def layers_of_chunks(self) -> tuple[int, ...]:
+        """Layers of each chunk of the pipeline, in order of depth."""
+        parallel = self.parallel
+        if parallel.layers_per_chunk is not None:
+            return parallel.layers_per_chunk
+        head = head_cost_in_layers(self.model, self.seq_length, self.vocab_size)
+        chunks = parallel.pipeline * parallel.virtual_stages
+        return _partition(self.model.num_layers, chunks, head, parallel.pipeline)
+
+
+@lru_cache(maxsize=1024)
+def _partition(layers: int, chunks: int, head: float, stages: int) -> tuple[int, ...]:
+    return partition_layers(layers, chunks, last_extra=head, stages=stages)
+
+
+def works_of(params: Params, runtime: RuntimeConfig, vocab_size: int, processes: int) -> list[Work]:
+    """What each phase of a run comes to over so many processes.
+
+    Args:
+        params: the sections, which break no rule.
+        runtime: section ``runtime``.
+        vocab_size: real tokens.
+        processes: of all nodes together.
+
+    Raises:
+        UserError: the processes or the batch do not divide.
+    """
+    layout = layout_for(params, processes)
+    model = resolve_model(params.model, params.longest_seq_length)
+    first = Work(
+        model=model,
+        vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
+        seq_length=params.training.seq_length,
+        micro_batch_size=params.training.micro_batch_size,
+        micro_batches=layout.micro_batches,
+        parallel=params.parallel.model_copy(update={"data": layout.data}),
+        compute=params.precision.compute,
+        runtime=runtime,
+        within_documents=params.data.attention == "document",
+    )
+    return _in_phases(first, planned_phases(params.training, params.data))
+
+
+def works_of_run(config: RunConfig, runtime: RuntimeConfig, processes: int) -> list[Work]:
+    """As ``works_of``, of a run configuration."""
+    layout = layout_for(config, processes)
+    first = Work(
+        model=config.model,
+        vocab_size=config.derived.padded_vocab_size,
+        seq_length=config.training.seq_length,
+        micro_batch_size=config.training.micro_batch_size,
+        micro_batches=layout.micro_batches,
+        parallel=config.parallel.model_copy(update={"data": layout.data}),
+        compute=config.precision.compute,
+        runtime=runtime,
+        within_documents=config.data.attention == "document",
+    )
+    return _in_phases(first, config.data.phases)
+
+
+def _in_phases(first: Work, phases: Sequence[PlannedPhase | Phase]) -> list[Work]:
+    """The same samples of a step in the lengths and micro batches of each phase."""
+    samples = first.micro_batches * first.micro_batch_size
+    return [
+        replace(
+            first,
+            seq_length=phase.seq_length,
+            micro_batch_size=phase.micro_batch_size,
+            micro_batches=samples // phase.micro_batch_size,
+        )
+        for phase in phases
+    ]

@@ -1,0 +1,225 @@
+"""Command: checks the plan on this machine's GPUs: memory and time of real training steps."""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lib.atomic import write_text_atomically
+from lib.cli import stage_command
+from lib.config.launch_plan import choose_device
+from lib.config.operation import LaunchConfig, RuntimeConfig
+from lib.config.params_file import read_params
+from lib.config.run_config import RunConfig, resolve
+from lib.config.schema import ModelConfig
+from lib.console import say, table, warn
+from lib.errors import UserError
+from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
+from lib.plan.report import batches_text, layout_text, recompute_text
+from lib.train.hardware import choose_threads, cuda_device_names
+from lib.workflow.plan_cases import HEADERS, Case, Checked, RankUse, usual_cases
+from lib.workflow.shapes import documents_for
+from lib.workflow.step_figures import TimingPlan
+
+if TYPE_CHECKING:
+    import torch
+
+_STEPS = 6  # of each case, one more than are taken: batches are read ahead
+_PLAN = TimingPlan(warmup=2, steps=3)
+_WAY = "drydock"
+_SECONDS = 900.0
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@stage_command
+@click.option(
+    "--gpus", type=click.IntRange(1), help="At most so many.  [default: all here, up to 2]"
+)
+@click.option("--model", multiple=True, help="Only cases of this model, such as 7b; repeatable.")
+@click.option("--ceilings", type=_FILE, help="JSON of measured rates: see docs/planning.md.")
+@click.option("--json", "json_file", type=_FILE, help="Write all figures to this file.")
+def main(
+    params: Path,
+    gpus: int | None,
+    model: tuple[str, ...],
+    ceilings: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Takes real training steps in several layouts and puts the plan beside them.
+
+    Models of 125M to 7B on one GPU, and on two where there are two: the most memory that tensors
+    took in steps 3 to 5, what torch held (reserved), and the median time of these steps. Of
+    params.yaml only launch and runtime are read. Without a GPU tiny models show that it works.
+    """
+    file = read_params(params)
+    launch, runtime = file.section("launch", LaunchConfig), file.section("runtime", RuntimeConfig)
+    names = cuda_device_names()
+    device = choose_device(launch, len(names))
+    here = 0 if device == "cpu" else min(len(names), gpus or 2)
+    rates = None if device == "cpu" else _rates(ceilings, names[0])
+    cases = [c for c in usual_cases(runtime, here) if not model or c.shape.name in model]
+    if not cases:
+        raise UserError(f"--model {', '.join(model)}: no case of it here")
+    checked: list[Checked] = []
+    with tempfile.TemporaryDirectory(prefix="measure-plan-") as folder:
+        for several in _together(cases):
+            known = [_as_before(case, checked) for case in several]
+            checked += _measure(known, launch, device, Path(folder), rates)
+    if not checked:
+        raise UserError("nothing could be measured: see the lines above")
+    table("plan and measurement", [each.row() for each in checked], HEADERS)
+    if json_file is not None:
+        text = json.dumps([each.mapping() for each in checked], indent=2) + "\n"
+        write_text_atomically(json_file, text)
+        say(f"wrote {json_file}")
+
+
+def _rates(path: Path | None, name: str) -> Ceilings | None:
+    """None for a GPU that nothing is known of: memory is checked all the same."""
+    if path is not None:
+        return read_ceilings(path)
+    try:
+        return known_ceilings(name)
+    except UserError as error:
+        warn(f"step times are not planned: {error}")
+        return None
+
+
+def _together(cases: Sequence[Case]) -> list[list[Case]]:
+    """All cases of one rank, for which one process will do; each other one alone."""
+    found: list[list[Case]] = []
+    for ranks, several in groupby(cases, key=lambda case: case.ranks):
+        chosen = list(several)
+        found += [chosen] if ranks == 1 else [[case] for case in chosen]
+    return found
+
+
+def _as_before(case: Case, checked: Sequence[Checked]) -> Case:
+    """With the attention that the same model was measured with, which saves trying them again."""
+    found = (c.work.runtime.attention for c in checked if c.case.shape.name == case.shape.name)
+    attention = next(found, case.runtime.attention)
+    return replace(case, runtime=case.runtime.model_copy(update={"attention": attention}))
+
+
+def _measure(
+    cases: Sequence[Case], launch: LaunchConfig, device: str, folder: Path, rates: Ceilings | None
+) -> list[Checked]:
+    from lib.train.local_ranks import run_on_ranks
+
+    ranks = cases[0].ranks
+    for case in cases:
+        say(f"measuring {_text(case)} on {ranks} x {device}")
+    texts = [_texts(case, folder) for case in cases]
+    threads = choose_threads(launch.threads, ranks)
+    try:
+        by_rank = run_on_ranks(
+            ranks,
+            measure_cases_on_rank,
+            texts,
+            device,
+            threads,
+            timeout=_SECONDS,
+            device="cuda" if device == "cuda" else "cpu",
+        )
+    except AssertionError as error:
+        if "OutOfMemoryError" not in str(error):
+            raise
+        warn(f"{_text(cases[0])}: does not fit into these GPUs")
+        return []
+    checked: list[Checked] = []
+    for case, *uses in zip(cases, *by_rank, strict=True):
+        taken = [use for use in uses if isinstance(use, RankUse)]
+        if len(taken) < ranks:
+            warn(f"{_text(case)}: {uses[0]}")
+        else:
+            checked.append(Checked.of(case, taken, rates))
+    return checked
+
+
+def _text(case: Case) -> str:
+    work = case.work("auto")
+    layout, batches = layout_text(work.parallel), batches_text(work)
+    return f"{case.shape.name} {layout}, {batches}, recompute {recompute_text(work)}"
+
+
+def _texts(case: Case, folder: Path) -> tuple[str, str]:
+    """The run configuration and section ``runtime`` of a case as JSON; its tokens are written."""
+    from lib.train.random_tokens import describe_tokens, random_corpus
+
+    shape, run = case.shape, case.params
+    documents = documents_for(shape, _STEPS, case.layout.data or 1)
+    place = folder / f"{shape.vocab_size}-{documents}"
+    manifest = place / "manifest.json"
+    if not place.exists():
+        manifest = random_corpus(place, shape.vocab_size, documents)
+    config = resolve(run, describe_tokens({"random": manifest}, run))
+    return config.to_json(), case.runtime.model_dump_json()
+
+
+def measure_cases_on_rank(
+    texts: Sequence[tuple[str, str]], device_type: str, threads: int
+) -> list[RankUse | str]:
+    """Takes the steps of some runs, one run after another, in a process group of all ranks.
+
+    Args:
+        texts: of each run its configuration and its section ``runtime`` as JSON.
+        device_type: ``cuda`` or ``cpu``.
+        threads: CPU threads of this rank.
+
+    Returns:
+        What each took; a line for one that did not fit into the memory of the only rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    found: list[RankUse | str] = []
+    attention: dict[ModelConfig, str] = {}  # as the first run of each model has found it
+    for config_text, runtime_text in texts:
+        config = RunConfig.model_validate_json(config_text)
+        runtime = RuntimeConfig.model_validate_json(runtime_text)
+        known = attention.get(config.model, runtime.attention)
+        try:
+            use = _measure_run(config, runtime.model_copy(update={"attention": known}), device)
+            attention[config.model] = use.attention
+            found.append(use)
+        except torch.OutOfMemoryError as error:
+            if dist.get_world_size() > 1:  # the others wait for this one
+                raise
+            found.append(str(error).splitlines()[0])
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def _measure_run(config: RunConfig, runtime: RuntimeConfig, device: "torch.device") -> RankUse:
+    import torch
+    import torch.distributed as dist
+
+    from lib.train.measuring import MeasuredTraining, repeated_parts
+    from lib.workflow.step_timing import time_steps
+
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    with MeasuredTraining(config, runtime, device, repeated_parts) as training:
+        times = time_steps({_WAY: training.step}, _PLAN, device, dist.get_rank())[_WAY]
+        return RankUse(
+            training.runtime.attention,
+            statistics.median(times.seconds),
+            times.peak_bytes if on_gpu else None,
+            torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            before,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Rates by a GPU's name, between what was measured, and from a file."""
+
+import json
+
+import pytest
+
+from lib.errors import UserError
+from lib.plan.ceilings import H200, interpolated, known_ceilings, read_ceilings
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+        ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe"),
+        ("a100", "NVIDIA A100-SXM4-80GB"),
+        ("A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"),
+        ("NVIDIA L40S", "NVIDIA L40S"),
+        ("L4", "NVIDIA L4"),
+        ("T4", "Tesla T4"),
+        ("V100", "Tesla V100-SXM2-32GB"),
+        ("RTX 4090", "NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_names(name, device):
+    found = known_ceilings(name)
+    assert found.device == device
+    assert found.measured is (device == "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H2000", "NVIDIA GeForce RTX 4090 Laptop GPU", "MI300X", "0"]
+)
+def test_other_gpus_are_refused_with_the_names_there_are(name):
+    with pytest.raises(UserError, match="NVIDIA H200"):
+        known_ceilings(name)
+
+
+def test_estimates_follow_the_datasheet():
+    half = known_ceilings("A100")
+    assert half.product_tflops / H200.product_tflops == pytest.approx(312 / 989)
+    assert half.copy_gb_per_s / H200.copy_gb_per_s == pytest.approx(2039 / 4800)
+
+
+def test_between_two_rates_and_beyond():
+    rates = {16: 100.0, 64: 200.0}
+    assert [interpolated(rates, at) for at in (1, 16, 32, 64, 999)] == [100, 100, 150, 200, 200]
+
+
+def test_the_nearest_head_dimension():
+    assert H200.attention(96, 2048) == H200.attention(128, 2048)
+    assert H200.attention(32, 2048) == H200.attention(64, 2048)
+
+
+def test_a_file_of_rates(tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text(H200.model_dump_json())
+    assert read_ceilings(path) == H200
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"product_tflops": -1}, "product_tflops"),
+        ({"speed": 1}, "speed"),
+        ({"attention_tflops": {}}, "attention_tflops"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_a_line(tmp_path, change, word):
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(H200.model_dump(mode="json") | change))
+    with pytest.raises(UserError, match=word):
+        read_ceilings(path)
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]"])
+def test_a_file_that_is_none_is_refused_in_a_line(tmp_path, text):
+    path = tmp_path / "rates.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"rates\.json"):
+        read_ceilings(path)
+    with pytest.raises(UserError, match="missing"):
+        read_ceilings(tmp_path / "missing")

@@ -1,0 +1,78 @@
+"""Expected step times beside measured rates; the pipeline in closed form beside the simulator."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lib.config.operation import RuntimeConfig
+from lib.pipeline.schedule import training_plan
+from lib.pipeline.simulate import Costs, bubble_formula, simulate
+from lib.plan.ceilings import H200
+from lib.plan.time import bubble_seconds, step_time
+from tests.plan.works import DATA, PIPELINE, SINGLE, SMALL, TENSOR, work
+
+MEASURED = {
+    "1 GPU": (SINGLE, 66_300),
+    "dp2": (DATA, 130_700),
+    "pp2": (PIPELINE, 111_000),
+    "tp2+sp": (TENSOR, 102_000),
+    "125m": (work(SMALL, (32, 1)), 526_000),
+    "125m, small batches": (work(SMALL, (8, 4)), 283_500),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_was_measured_on_gpus(name):
+    planned, rate = MEASURED[name]
+    assert step_time(planned, H200).tokens_per_second == pytest.approx(rate, rel=0.15)
+
+
+def test_small_work_is_bound_by_the_host():
+    assert step_time(work(SMALL, (8, 4)), H200).host_bound
+    assert not step_time(SINGLE, H200).host_bound
+
+
+@given(
+    stages=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    count=st.integers(1, 24),
+    cost=st.floats(0.1, 10),
+)
+def test_equal_chunks_take_what_the_simulator_says(stages, chunks, count, cost):
+    chunks = chunks if stages > 1 else 1
+    plans = [training_plan(stage, stages, chunks, count) for stage in range(stages)]
+    slabs = stages * chunks
+    timeline = simulate(plans, Costs.uniform(slabs, forward=cost / 3, backward=cost * 2 / 3))
+    whole, busy = bubble_seconds([cost] * slabs, stages, count)
+    assert whole == pytest.approx(timeline.makespan)
+    assert 1 - busy / whole == pytest.approx(bubble_formula(stages, chunks, count))
+
+
+@given(st.lists(st.floats(0.7, 1.3), min_size=2, max_size=6), st.integers(2, 24))
+def test_unequal_stages_take_about_what_the_simulator_says(costs, count):
+    stages = len(costs)
+    plans = [training_plan(stage, stages, 1, count) for stage in range(stages)]
+    halves = Costs(tuple(c / 3 for c in costs), tuple(c * 2 / 3 for c in costs))
+    whole, _ = bubble_seconds(costs, stages, count)
+    assert whole == pytest.approx(simulate(plans, halves).makespan, rel=0.16)
+
+
+def test_recomputing_takes_about_a_third_more():
+    again = replace(SINGLE, runtime=RuntimeConfig(recompute="full"))
+    ratio = step_time(again, H200).seconds / step_time(SINGLE, H200).seconds
+    assert 1.2 < ratio < 1.34
+
+
+def test_transfers_between_nodes_cost_more():
+    laid = work(tensor=8, sequence=True, data=2)
+    within, across = step_time(laid, H200, 16), step_time(laid, H200, 4)
+    assert across.exposed > 2 * within.exposed
+    assert across.seconds > within.seconds
+
+
+def test_copies_of_the_model_multiply_the_tokens():
+    one, eight = step_time(SINGLE, H200), step_time(work(data=8), H200)
+    assert 7 < eight.tokens_per_second / one.tokens_per_second < 8.2
+    assert eight.tflops_per_gpu < 1.03 * one.tflops_per_gpu
