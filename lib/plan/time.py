@@ -10,7 +10,8 @@ width, S sequence, e bytes a number; T tensor-parallel ranks divide q, k, F):
 
 The head: a product of 6 M H V / T and three passes over the logits. Once a step: 38 bytes of
 memory for each master (norm, update, copies). The host launches kernels meanwhile, and whichever
-takes longer, host or GPU, sets the pace. Then what is exposed of transfers:
+takes longer, host or GPU, sets the pace, unless micro batches are replayed from CUDA graphs. Then
+what is exposed of transfers:
 
     tensor      10 messages of e M H a layer under sequence parallelism (4 sums of twice that
                 without), of which products hide a part
@@ -125,7 +126,11 @@ class _Step:
         gpu = [self._chunk_gpu(chunk) for chunk in range(len(work.layers_of_chunks))]
         host = [self._chunk_host(chunk) for chunk in range(len(work.layers_of_chunks))]
         exposed = [self._tensor_exposed * layers for layers in work.layers_of_chunks]
-        each = [max(g + x, h) for g, x, h in zip(gpu, exposed, host, strict=True)]
+        launched = self._launched
+        each = [
+            launched * max(g + x, h) + (1 - launched) * (g + x)
+            for g, x, h in zip(gpu, exposed, host, strict=True)
+        ]
         if stages > 1:
             each = [seconds * _BESIDE_TRANSFERS + self._hop for seconds in each]
         whole, busy = bubble_seconds(each, stages, count)
@@ -141,13 +146,26 @@ class _Step:
             compute=count * sum(gpu[place::stages]) + update,
             exposed=transfers,
             waiting=whole - busy,
-            host_bound=sum(host[place::stages])
-            >= sum(gpu[place::stages]) + sum(exposed[place::stages]),
+            host_bound=launched > 0
+            and sum(host[place::stages]) >= sum(gpu[place::stages]) + sum(exposed[place::stages]),
             bubble=1 - mean / whole,
             tokens=work.tokens_per_step,
             flops=flops * work.tokens_per_step,
             ranks=work.ranks,
         )
+
+    @cached_property
+    def _launched(self) -> float:
+        """Share of the micro batches whose kernels the host launches one by one."""
+        work = self.work
+        model, runtime = work.model, work.runtime
+        draws = model.hidden_dropout > 0 or model.attention_dropout > 0
+        if runtime.cuda_graphs == "off" or draws or work.within_documents:
+            return 1.0
+        if work.copies == 1:
+            return 0.0
+        # The first and the last of a step are launched (lib.train.graphs).
+        return 1.0 if work.sharding != "optimizer" else min(1.0, 2 / work.micro_batches)
 
     def _product_rate(self, columns: int) -> float:
         """FLOP/s where the narrowest side of a product is this."""

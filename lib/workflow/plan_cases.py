@@ -63,7 +63,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RankUse:
-    """What one rank measured in steps 3 to 5.
+    """What one rank measured.
 
     Attributes:
         attention: the backend that it computed with.
