@@ -126,11 +126,9 @@ class _Step:
         gpu = [self._chunk_gpu(chunk) for chunk in range(len(work.layers_of_chunks))]
         host = [self._chunk_host(chunk) for chunk in range(len(work.layers_of_chunks))]
         exposed = [self._tensor_exposed * layers for layers in work.layers_of_chunks]
-        launched = self._launched
-        each = [
-            launched * max(g + x, h) + (1 - launched) * (g + x)
-            for g, x, h in zip(gpu, exposed, host, strict=True)
-        ]
+        if not self._is_launched:
+            host = [0.0] * len(host)
+        each = [max(g + x, h) for g, x, h in zip(gpu, exposed, host, strict=True)]
         if stages > 1:
             each = [seconds * _BESIDE_TRANSFERS + self._hop for seconds in each]
         whole, busy = bubble_seconds(each, stages, count)
@@ -146,8 +144,8 @@ class _Step:
             compute=count * sum(gpu[place::stages]) + update,
             exposed=transfers,
             waiting=whole - busy,
-            host_bound=launched > 0
-            and sum(host[place::stages]) >= sum(gpu[place::stages]) + sum(exposed[place::stages]),
+            host_bound=sum(host[place::stages])
+            >= sum(gpu[place::stages]) + sum(exposed[place::stages]),
             bubble=1 - mean / whole,
             tokens=work.tokens_per_step,
             flops=flops * work.tokens_per_step,
@@ -155,17 +153,12 @@ class _Step:
         )
 
     @cached_property
-    def _launched(self) -> float:
-        """Share of the micro batches whose kernels the host launches one by one."""
+    def _is_launched(self) -> bool:
+        """Whether the host launches kernels one by one (``lib.train.graphs``)."""
         work = self.work
         model, runtime = work.model, work.runtime
         draws = model.hidden_dropout > 0 or model.attention_dropout > 0
-        if runtime.cuda_graphs == "off" or draws or work.within_documents:
-            return 1.0
-        if work.copies == 1:
-            return 0.0
-        # The first and the last of a step are launched (lib.train.graphs).
-        return 1.0 if work.sharding != "optimizer" else min(1.0, 2 / work.micro_batches)
+        return runtime.cuda_graphs == "off" or draws or work.within_documents or work.ranks > 1
 
     def _product_rate(self, columns: int) -> float:
         """FLOP/s where the narrowest side of a product is this."""

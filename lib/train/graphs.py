@@ -59,7 +59,8 @@ def graphs_obstacle(
             config.parallel.sharding != "optimizer" and groups.shards.size > 1,
             f"parallel.sharding: {config.parallel.sharding} moves memory in each micro batch",
         ),
-        (groups.tp.watch is not None, "launch.debug looks at each message"),
+        # Two H200s stood still when collectives were recorded (torch 2.11, NCCL 2.28.9).
+        (groups.world.size > 1, "messages between processes are not recorded"),
     )
     return next((reason for holds, reason in reasons if holds), None)
 

@@ -7,14 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.config.operation import RuntimeConfig
-from lib.config.schema import ParallelConfig
 from lib.pipeline.schedule import training_plan
 from lib.pipeline.simulate import Costs, bubble_formula, simulate
 from lib.plan.ceilings import H200
 from lib.plan.time import bubble_seconds, step_time
 from tests.plan.works import DATA, PIPELINE, SINGLE, SMALL, TENSOR, work
 
-SMALL_COPIES = ParallelConfig(data=2)
 LAUNCHED = RuntimeConfig(cuda_graphs="off")
 MEASURED = {
     "1 GPU": (SINGLE, 66_300),
@@ -40,13 +38,6 @@ def test_small_work_is_bound_by_the_host_unless_it_is_replayed():
     dropping = replace(small, model=small.model.model_copy(update={"hidden_dropout": 0.1}))
     assert step_time(dropping, H200).host_bound
     assert not step_time(replace(SINGLE, runtime=LAUNCHED), H200).host_bound
-
-
-def test_copies_replay_all_micro_batches_but_two():
-    layout = {"parallel": SMALL_COPIES, "runtime": RuntimeConfig()}
-    several, two = (replace(work(SMALL, (8, count)), **layout) for count in (8, 2))
-    assert step_time(two, H200).host_bound
-    assert step_time(several, H200).tokens_per_second > 1.2 * step_time(two, H200).tokens_per_second
 
 
 @given(

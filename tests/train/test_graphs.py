@@ -214,7 +214,7 @@ def test_what_cannot_be_recorded_runs_as_before(tmp_path):
         ),
         ({"parallel__sharding": "gradients"}, {}, {"shards": Group(0, 2)}, "cuda", "sharding"),
         ({"parallel__sharding": "gradients"}, {}, {}, "cuda", None),
-        ({}, {}, {"tp": Group(0, 1, watch=print)}, "cuda", "launch.debug"),
+        ({}, {}, {"world": Group(0, 2)}, "cuda", "between processes"),
     ],
 )
 def test_what_may_be_recorded(tmp_path, changes, runtime, groups, device, says):
