@@ -264,7 +264,7 @@ def measure_on_rank(
     subject = Subject(lambda: train_step(parts, progress), tensors, Path(folder), STEPS, rounds)
     with contextlib.redirect_stdout(sys.stderr):  # the figures alone go to standard output
         figures = measure(subject)
-    parts.batches.close()
+    parts.close()
     return figures
 
 

@@ -31,6 +31,10 @@ class Recording(Protocol):
         """The gradient of what was received, from that of the latest output."""
         ...
 
+    def release(self) -> None:
+        """Lets go of what was recorded."""
+        ...
+
 
 class CudaGraphs:
     """A recording by CUDA graphs; nothing is computed while it is made.
@@ -76,6 +80,11 @@ class CudaGraphs:
         assert self._received.grad is not None
         return self._received.grad.clone()
 
+    def release(self) -> None:
+        """See ``Recording``."""
+        self._forward.reset()
+        self._backward.reset()
+
 
 class Replayed:
     """The forwards of one chunk, recorded when they are first needed.
@@ -106,6 +115,11 @@ class Replayed:
         # Autograd goes to the backward only if something here wants a gradient.
         wanting = torch.empty(0, requires_grad=True) if received is None else received
         return _Replay.apply(recording, self._free, inputs, wanting)
+
+    def release(self) -> None:
+        """Lets go of all recordings, none of which is in use."""
+        while self._free:
+            self._free.pop().release()
 
 
 class _Replay(torch.autograd.Function):

@@ -142,7 +142,7 @@ def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) 
         gradients.append(_gradients(parts, loss_scale))
 
     rows = [train_step(parts, progress, keep if step == 0 else None) for step in range(steps)]
-    parts.batches.close()
+    parts.close()
     own = parts.model.own_parameters()
     weights = whole_tensors(parts, {name: p.detach() for name, p in own.items()})
     if dist.get_rank() != 0:

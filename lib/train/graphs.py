@@ -169,8 +169,14 @@ class StepGraphs:
         elif rank_and_size()[0] == 0:
             say(f"CUDA graphs: on, {told}")
 
+    def release(self) -> None:
+        """Between steps, for good: lets go of recordings, which hold memory and communicators."""
+        for replayed in self._replayed.values():
+            replayed.release()
+        self._replayed.clear()
+
     def _give_up(self, reason: str) -> None:
         self.obstacle = reason
-        self._replayed.clear()
+        self.release()
         if rank_and_size()[0] == 0:
             say(f"CUDA graphs: off, {reason}")

@@ -88,7 +88,7 @@ class MeasuredTraining:
         trace: TracebackType | None,
     ) -> None:
         """Ends the readers, and lets go of the model."""
-        self.parts.batches.close()
+        self.parts.close()
         del self.parts
         gc.collect()
 

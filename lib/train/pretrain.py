@@ -85,7 +85,7 @@ def pretrain(inputs: PretrainInputs, stop: StopFlag) -> None:
         found = checkpoint_to_resume(state, config)
         runtime = with_chosen_attention(inputs.runtime, config, device, found)
         parts = build_training(config, runtime, device, layout, inputs.launch.debug)
-        stack.callback(parts.batches.close)
+        stack.callback(parts.close)
         provenance = Provenance.of(record) if is_first else None
         run = RunState(parts, layout, state, inputs.results, provenance)
         stack.callback(run.saver.wait)

@@ -98,6 +98,14 @@ class TrainingParts:
         """Whether this pipeline stage holds the loss."""
         return self.groups.pp.rank == self.groups.pp.size - 1
 
+    def close(self) -> None:
+        """Before the process groups end: ends the readers, and lets go of recorded graphs.
+
+        NCCL waits for the graphs that have its calls in them when a communicator is to end.
+        """
+        self.batches.close()
+        self.graphs.release()
+
     def at(self, consumed_samples: int) -> PhaseParts:
         """What the step that begins after ``consumed_samples`` works with."""
         return self.phases[self.config.data.phase_index_at(consumed_samples)]

@@ -276,7 +276,7 @@ def bytes_of_two_copies(directory):
         config = tiny_config(corpus[0], model__hidden_size=64, **changes)
         parts = build_tiny(config.to_json())
         tensors = state.training_tensors(parts.model.own_parameters().items(), parts.optimizer)
-        parts.batches.close()
+        parts.close()
         folder = save_tensors(directory / name, 1, tensors, {}, 1)
         written = sum(path.stat().st_size for path in Path(folder).glob("*.distcp"))
         payload = sum(each.numel() * each.element_size() for each in tensors.values())

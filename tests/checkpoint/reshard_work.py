@@ -53,7 +53,7 @@ def train_and_save(jobs: list[tuple[str, Saved]]) -> list[Course]:
         dropout = _begin_saving(parts, progress, saved.dropout)
         courses.append(_course(parts, progress))
         dropout.finish()
-        parts.batches.close()
+        parts.close()
     return courses
 
 
@@ -85,7 +85,7 @@ def resume_all(
             tensors = training_tensors(parts.model.own_parameters().items(), parts.optimizer)
             save(again / str(number), BEFORE, tensors, optimizer_scalars(parts.optimizer), 1)
             ends[name] = _finish(parts, progress)
-        parts.batches.close()
+        parts.close()
         found.append((course, ends if dist.get_rank() == 0 else None))
     return found
 

@@ -22,7 +22,7 @@ STEPS = 8
 
 
 class ComputedAnew:
-    made = 0
+    made = released = 0
 
     def __init__(self, compute, inputs, received):
         type(self).made += 1
@@ -47,6 +47,10 @@ class ComputedAnew:
         self.output = None
         return None if self.received is None else self.received.grad.clone()
 
+    def release(self):
+        assert self.output is None
+        type(self).released += 1
+
 
 class CannotRecord:
     def __init__(self, *_):
@@ -57,7 +61,7 @@ def train_replayed(texts, *, can_record=True):
     """Trains by each configuration; outcomes, how many recordings were made, why there are none."""
     found = []
     for text in texts:
-        ComputedAnew.made = 0
+        ComputedAnew.made = ComputedAnew.released = 0
         made = []
 
         def step_graphs(*args, made=made, **options):
@@ -71,6 +75,7 @@ def train_replayed(texts, *, can_record=True):
             patch.setattr(setup, "StepGraphs", step_graphs)
             patch.setattr(setup, "graphs_obstacle", lambda *_: None)
             outcome = train_on_rank(text, RuntimeConfig().model_dump_json(), STEPS, "cpu")
+        assert ComputedAnew.released == ComputedAnew.made, "a process group could not end"
         found.append((outcome, ComputedAnew.made, made[0].obstacle))
     return found
 

@@ -72,7 +72,7 @@ def starts(config_texts: list[str]) -> list[dict[str, object]]:
             outcomes.append({"refused": str(error)})
             continue
         finally:
-            parts.batches.close()
+            parts.close()
         held = {name: whole(value) for name, value in parts.model.parameters.items()}
         batches = [batch for measured in parts.validation for batch in measured.batches]
         total, tokens = summed_loss(parts, batches)
@@ -127,7 +127,7 @@ def their_loss(config: RunConfig, tensors: dict[str, Tensor], batches: list) -> 
 
 def validation_of(config_text: str) -> list[tuple[Tensor, Tensor]]:
     parts = build_tiny(config_text)
-    parts.batches.close()
+    parts.close()
     (measured,) = parts.validation
     return [(batch.tokens_SB, batch.labels_SB) for batch in measured.batches]
 
@@ -217,7 +217,7 @@ def start_with_rank_one_elsewhere(config_text: str, folder: str) -> str:
     """Rank 1 sees a file system on which the folder is missing."""
     config = RunConfig.model_validate_json(config_text)
     parts = build_tiny(config_text)
-    parts.batches.close()
+    parts.close()
     if dist.get_rank() == 1:
         initial = config.initial.model_copy(update={"folder": f"{folder}/nowhere"})
         config = config.model_copy(update={"initial": initial})
@@ -229,7 +229,7 @@ def start_with_rank_one_elsewhere(config_text: str, folder: str) -> str:
 def step_zero_validation(config_text: str) -> dict[str, object]:
     """The row of a validation before the first step."""
     parts = build_tiny(config_text)
-    parts.batches.close()
+    parts.close()
     start_from_weights(parts.model, parts.config)
     rows: list[dict[str, object]] = []
 

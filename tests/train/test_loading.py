@@ -42,7 +42,7 @@ def loaded(config_texts):
         parts = build_tiny(text, num_workers=2)
         groups = parts.groups
         steps = {consumed: parts.batches.take(consumed) for consumed in BEGINNINGS}
-        parts.batches.close()
+        parts.close()
         found.append(((groups.pp.rank, groups.dp.rank, groups.tp.rank), groups.pp.size, steps))
     return found
 

@@ -39,7 +39,7 @@ def steps_on_rank(config_text):
         changed.append(any(not torch.equal(after[name], before[name]) for name in after))
         rows.append(row.as_row())
         before = after
-    parts.batches.close()
+    parts.close()
     taken = {int(state["step"].item()) for state in parts.optimizer.state.values()}
     dtypes = {value.dtype for value in parts.model.parameters.values()}
     return {
@@ -154,7 +154,7 @@ def spoilt_on_rank(config_text):
     with torch.no_grad():
         local(parts.model.parameters["final_layernorm.weight"]).fill_(float("inf"))
     row = train_step(parts, progress)
-    parts.batches.close()
+    parts.close()
     return row.as_row(), progress
 
 

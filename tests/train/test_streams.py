@@ -38,7 +38,7 @@ def streams_on_rank(config_text):
     states.append(streams(parts))
     train_step(parts, progress)
     states.append(streams(parts))
-    parts.batches.close()
+    parts.close()
     assert len(measured) == 1
     groups = parts.groups
     place = (groups.pp.rank, groups.dp.rank, groups.tp.rank)

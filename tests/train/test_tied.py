@@ -25,7 +25,7 @@ def train_on_rank(config_text):
     for _ in range(_STEPS):
         rows.append(train_step(parts, progress))
         tables.append(tables_of(parts))
-    parts.batches.close()
+    parts.close()
     moments = [
         parts.optimizer.state[parts.model.parameters[name]][moment].full_tensor()
         for name in sorted({_TABLE, _OUTPUT} & set(parts.model.parameters))

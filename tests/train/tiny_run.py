@@ -115,7 +115,7 @@ def run_tiny(config_text: str, spoil_at: int | None = None, **runtime: object) -
     )
     progress = Progress()
     train(parts, progress, hooks)
-    parts.batches.close()
+    parts.close()
     return {
         "rows": rows,
         "validations": validations,

@@ -140,7 +140,7 @@ def train_and_record(config_text):
     parts.batches.take = recording
     nothing = [lambda _: None] * 4
     train(parts, Progress(), Hooks(*nothing, stop_requested=lambda: False))
-    parts.batches.close()
+    parts.close()
     return taken
 
 
