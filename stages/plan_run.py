@@ -14,21 +14,24 @@ from ruamel.yaml.comments import CommentedMap
 
 from lib.atomic import write_text_atomically
 from lib.cli import stage_command
+from lib.config.advice import pipeline_waits_little
 from lib.config.data_rules import TOKENIZER_INFO
 from lib.config.launch_plan import process_count
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.params_file import ParamsFile, read_params
 from lib.config.params_problems import location_of
 from lib.config.presets import Change, merge_preset, to_text
+from lib.config.rule import problems_of
 from lib.config.rules import broken_rules
 from lib.config.run_config import Params
 from lib.console import say, table, warn
 from lib.data.options import TokenizerOptions
 from lib.errors import InvalidParams, UserError
+from lib.pipeline.simulate import bubble_formula
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
 from lib.plan.memory import GIB, peak_memory, stage_memories
 from lib.plan.picture import as_svg
-from lib.plan.remedies import advice
+from lib.plan.remedies import PLAN_ADVICE
 from lib.plan.report import (
     RANK_HEADERS,
     STAGE_HEADERS,
@@ -73,7 +76,11 @@ class Options(TypedDict):
     "--gpu", help="Their kind, such as H200 or A100-SXM4-80GB.  [default: this machine's]"
 )
 @click.option("--memory", type=_POSITIVE, help="Of a GPU, GiB.  [default: as its kind has]")
-@click.option("--ceilings", type=_FILE, help="JSON of measured rates: see docs/planning.md.")
+@click.option(
+    "--ceilings",
+    type=_FILE,
+    help="Measured rates: a record of check_hardware --json, or as docs/planning.md says.",
+)
 @click.option(
     "--vocab-size",
     type=click.IntRange(1),
@@ -110,7 +117,24 @@ def main(params: Path, **options: Unpack[Options]) -> None:
     planned = launch.model_copy(update={"device": "cuda"})
     processes = process_count(sections, planned, per_node, nodes) * nodes
     works = works_of(sections, runtime, vocab_size, processes)
-    _tell(max(works, key=lambda work: peak_memory(work).kinds.total), machines, options)
+    fullest = max(works, key=lambda work: peak_memory(work).kinds.total)
+    _tell(fullest, _warnings(file, sections, works, machines), machines, options)
+
+
+def _warnings(
+    file: ParamsFile, sections: Params, works: list[Work], machines: Machines
+) -> list[str]:
+    facts: dict[str, object] = {"works": works, "gpu_memory": machines.memory}
+    facts |= {"training": sections.training, "bubble_formula": bubble_formula}
+    problems = problems_of(
+        (*PLAN_ADVICE, pipeline_waits_little), facts | {"parallel": works[0].parallel}
+    )
+    warnings = [str(each) for each in file.located(problems)]
+    if works[0].runtime.kernels == "torch":
+        warnings.append(
+            "runtime.kernels: torch keeps more than the plan says, which is of fused ones"
+        )
+    return warnings
 
 
 def _check(file: ParamsFile, sections: Params, vocab_size: int, *, lays: bool) -> None:
@@ -166,10 +190,9 @@ def _ceilings(options: Options, names: tuple[str, ...]) -> Ceilings:
     return known_ceilings(options["gpu"] or names[0])
 
 
-def _tell(work: Work, machines: Machines, options: Options) -> None:
+def _tell(work: Work, warnings: list[str], machines: Machines, options: Options) -> None:
     memories = stage_memories(work)
     time = step_time(work, machines.ceilings, machines.gpus_per_node)
-    warnings = advice(work, machines.memory, machines.ceilings)
     if options["as_json"]:
         answer = as_mapping(work, memories, time) | {
             "gpu": machines.ceilings.device,

@@ -25,6 +25,7 @@ from lib.train.worker import is_worker, worker_session
 
 RUN_CONFIG = Path("outputs/run_config.json")
 DATA_TOKENIZER = Path("data/tokenizer")
+EXPLAINER = "stages.explain_memory"  # started, not imported: what it says changes no training
 
 
 @stage_command
@@ -71,6 +72,7 @@ def main(params: Path) -> None:
         stop_timeout_s=launch_config.stop_timeout_s,
         log_dir=state_root(),
         nodes=nodes,
+        explainer=(EXPLAINER, f"--params={params}", f"--run-config={RUN_CONFIG}"),
     )
     sys.exit(launch("stages.pretrain", ["--params", str(params)], options))
 

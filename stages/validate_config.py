@@ -20,6 +20,7 @@ from lib.config.data_facts import Phase
 from lib.config.data_rules import TOKENIZER_INFO, TokenizerFacts
 from lib.config.data_section import DataSection
 from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
+from lib.config.launch_plan import process_count
 from lib.config.operation import CONFIG_SECTIONS, LaunchConfig, RuntimeConfig
 from lib.config.params_file import (
     ParamsFile,
@@ -38,6 +39,8 @@ from lib.data.vocabulary import common_beginning
 from lib.errors import InvalidParams, Problem, UserError
 from lib.layers.attention_limits import PACKAGE_MODULES
 from lib.pipeline.simulate import bubble_formula
+from lib.plan.remedies import PLAN_ADVICE
+from lib.plan.work import works_of, works_of_run
 from lib.train.attention_rules import ATTENTION_ADVICE, ATTENTION_RULES
 from lib.train.hardware import Machine, cuda_devices, installed
 from lib.train.machine_rules import machine_findings
@@ -140,16 +143,41 @@ def find_warnings(
     known |= _known_vocabulary(sections.get("tokenizer"))
     if run_config is not None:
         known |= {"run_config": run_config, "vocab_size": run_config.data.vocab_size}
-    advice = problems_of((*ADVICE, *ATTENTION_ADVICE), known)
     launch = params_file.section("launch", LaunchConfig)
     runtime = params_file.section("runtime", RuntimeConfig)
     here = replace(here, nodes=launch.nodes or 1)
+    known |= _planned_facts(run_config or config, known.get("vocab_size"), launch, runtime, here)
+    advice = problems_of((*ADVICE, *ATTENTION_ADVICE, *PLAN_ADVICE), known)
     refused, unwise = machine_findings(config, launch, runtime, here)
     refused = [
         replace(each, rule=f"pretrain would refuse it on this machine: {each.rule}")
         for each in refused
     ]
     return params_file.located([*advice, *refused, *unwise])
+
+
+def _planned_facts(
+    config: RunConfig | Params,
+    vocab_size: object,
+    launch: LaunchConfig,
+    runtime: RuntimeConfig,
+    here: Machine,
+) -> dict[str, object]:
+    """What each GPU is to hold, and its memory; nothing on CPUs or where either is not known."""
+    if launch.device == "cpu" or not here.gpus or not isinstance(vocab_size, int):
+        return {}
+    try:
+        processes = process_count(config, launch, len(here.gpus), here.nodes)
+    except InvalidParams:  # told with what this machine lacks
+        return {}
+    memory = min(gpu.memory_bytes for gpu in here.gpus[:processes])
+    if memory == 0:
+        return {}
+    if isinstance(config, RunConfig):
+        works = works_of_run(config, runtime, processes * here.nodes)
+    else:
+        works = works_of(config, runtime, vocab_size, processes * here.nodes)
+    return {"works": works, "gpu_memory": memory}
 
 
 def validate(params_file: ParamsFile) -> RunConfig:

@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -104,6 +105,16 @@ H200 = Ceilings(
     ),
     latency_us=Latency(kernel=65.0, collective=100.0),
 )
+
+# What ``stages.check_hardware`` measures of two H200: products, copies, attention of two samples of
+# 2048 tokens with head dimension 128, all-reduce of 256 MiB, and of one number.
+_CHECKED_H200 = {
+    "product_tflops": 792.0,
+    "copy_gb_per_s": 4200.0,
+    "attention_tflops": 277.0,
+    "link_gb_per_s": 296.0,
+    "latency_us": 39.0,
+}
 
 # By the makers' datasheets: dense bf16 (fp16 before Ampere) TFLOP/s, memory GB/s, GiB that a
 # program sees, link of a GPU to others of its node in both directions, GB/s.
@@ -183,14 +194,76 @@ def _times(rates: Mapping[int, float], factor: float) -> _Rates:
     return {at: rate * factor for at, rate in rates.items()}
 
 
+class _Checked(BaseModel):
+    """The ceilings of a record; None: not measured."""
+
+    product_tflops: float | None = Field(None, gt=0)
+    copy_gb_per_s: float | None = Field(None, gt=0)
+    attention_tflops: float | None = Field(None, gt=0)
+    link_gb_per_s: float | None = Field(None, gt=0)
+    latency_us: float | None = Field(None, gt=0)
+
+
+class _Machine(BaseModel):
+    gpus: list[str] = Field(min_length=1)
+
+
+class HardwareRecord(BaseModel):
+    """What is read of the record of ``stages.check_hardware`` (docs/hardware.md)."""
+
+    device: Literal["cuda"]
+    machine: _Machine
+    ceilings: _Checked
+
+    def rates(self) -> Ceilings:
+        """The rates of the H200, times how this machine does beside one in the same check.
+
+        The check is short: it sees other rates than training does, yet the same of each GPU. What
+        it does not measure is as of the known GPU of this name.
+
+        Raises:
+            UserError: no such GPU is known.
+        """
+        name, found = self.machine.gpus[0], self.ceilings.model_dump()
+        shares = {key: found[key] / rate for key, rate in _CHECKED_H200.items() if found[key]}
+        known = known_ceilings(name)
+        rates: dict[str, object] = {
+            "device": name,
+            "measured": known.measured or len(shares) == len(_CHECKED_H200),
+        }
+        for key in ("product_tflops", "copy_gb_per_s"):
+            if key in shares:
+                rates[key] = getattr(H200, key) * shares[key]
+        if share := shares.get("attention_tflops"):
+            table = H200.attention_tflops.items()
+            rates["attention_tflops"] = {size: _times(each, share) for size, each in table}
+        if share := shares.get("link_gb_per_s"):
+            links = H200.link_gb_per_s
+            rates["link_gb_per_s"] = Links(
+                collective=_times(links.collective, share),
+                p2p=_times(links.p2p, share),
+                nodes=known.link_gb_per_s.nodes,
+            )
+        if share := shares.get("latency_us"):
+            collective = H200.latency_us.collective * share
+            rates["latency_us"] = Latency(kernel=known.latency_us.kernel, collective=collective)
+        return known.model_copy(update=rates)
+
+
 def read_ceilings(path: Path) -> Ceilings:
-    """Reads a file of rates.
+    """Reads a file of rates, or the record that ``stages.check_hardware --json`` writes.
 
     Raises:
-        UserError: it cannot be read, or is none.
+        UserError: it cannot be read, or is neither; or a record is of a GPU whose other rates are
+            not known.
     """
     try:
-        return Ceilings.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        read = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(read, dict) and "ceilings" in read:
+            return HardwareRecord.model_validate(read).rates()
+        return Ceilings.model_validate(read)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False)[0]

@@ -25,9 +25,10 @@ thread has noticed; the host is ahead of the GPU by about a micro batch, so all 
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from lib.config.nearest import divisors
 from lib.pipeline.schedule import Kind, training_plan
 from lib.plan.activations import (
     LayerActivations,
@@ -99,6 +100,23 @@ def stage_memories(work: Work) -> list[StageMemory]:
 def peak_memory(work: Work) -> StageMemory:
     """The stage that holds most."""
     return max(stage_memories(work), key=lambda found: found.kinds.total)
+
+
+def largest_micro_batch(work: Work, usable: float) -> Work | None:
+    """The work with the largest micro batch that fits and divides the batch of a copy.
+
+    Args:
+        work: whose batch, layout and recomputation stay.
+        usable: bytes of a GPU.
+    """
+    samples = work.micro_batch_size * work.micro_batches
+    fitting = None
+    for size in divisors(samples):
+        larger = replace(work, micro_batch_size=size, micro_batches=samples // size)
+        if peak_memory(larger).kinds.total > usable:
+            break
+        fitting = larger
+    return fitting
 
 
 def stage_memory(work: Work, stage: int) -> StageMemory:

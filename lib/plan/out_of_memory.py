@@ -63,12 +63,16 @@ def explain(work: Work, stage: int, message: str) -> list[str]:
     found, plan = parse(message), stage_memory(work, stage)
     kinds = sorted(plan.kinds.by_name().items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
-    lines = [
-        f"out of memory: {_gib(found.wanted)} more were wanted of {_gib(found.capacity)}, of which "
-        f"tensors held {_gib(found.allocated)}",
+    lines: list[str] = []
+    if found.wanted:  # cuBLAS and NCCL say no figures
+        lines.append(
+            f"out of memory: {_gib(found.wanted)} more were wanted of {_gib(found.capacity)}, of "
+            f"which tensors held {_gib(found.allocated)}"
+        )
+    lines.append(
         f"stage {stage} needs {plan.kinds.total / GIB:.1f} GiB by plan, most of it {kinds[0][0]} "
-        f"({parts}), at its fullest moment ({plan.moment})",
-    ]
+        f"({parts}), at its fullest moment ({plan.moment})"
+    )
     lines += [
         f"process {pid} on the same GPU holds {_gib(size)}: end it, or leave it the GPU"
         for pid, size in found.others

@@ -1,18 +1,18 @@
-"""What to change where a run does not fit, and what each change saves; and what else to warn of."""
+"""What to change where a run does not fit, and what each change saves; and the warning of it.
 
-from collections.abc import Iterator
+The warning has the form of a rule (``lib.config.rule``).
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lib.config.operation import RuntimeConfig
-from lib.config.run_config import RunConfig
-from lib.errors import UserError
-from lib.plan.ceilings import Ceilings, known_ceilings
-from lib.plan.memory import GIB, USABLE, peak_memory
-from lib.plan.search import largest_micro_batch
-from lib.plan.time import step_time
-from lib.plan.work import Work, works_of_run
+from lib.config.rule import Rule
+from lib.errors import Problem
+from lib.plan.memory import GIB, USABLE, largest_micro_batch, peak_memory
+from lib.plan.work import Work
 
-_LARGE_BUBBLE = 0.2
+_SHOWN = 3
+_MICRO_BATCH = "training.micro_batch_size"
 _NEXT_SHARDING = {"optimizer": "gradients", "gradients": "parameters"}
 
 
@@ -33,18 +33,19 @@ def remedies(work: Work) -> list[Remedy]:
     """The changes that save memory, those with the least side effects first.
 
     In this order: micro batch, recomputation, sequence, sharding, sequence parallelism, tensor and
-    pipeline parallelism (over as many ranks, so with fewer copies, or over more).
+    pipeline parallelism (over as many ranks, so with fewer copies, or over more). Those that save
+    less than a hundredth are left out.
     """
     now = peak_memory(work).kinds.total
     found = [Remedy(text, now - peak_memory(other).kinds.total) for text, other in _changes(work)]
-    return [remedy for remedy in found if remedy.saved > 0]
+    return [remedy for remedy in found if remedy.saved >= now / 100]
 
 
 def _changes(work: Work) -> Iterator[tuple[str, Work]]:
     if work.micro_batch_size > 1:
         size = work.micro_batch_size // 2
         other = replace(work, micro_batch_size=size, micro_batches=2 * work.micro_batches)
-        yield f"training.micro_batch_size: {size}", other
+        yield f"{_MICRO_BATCH}: {size}", other
     modes = {"none": ["selective", "full"], "selective": ["full"], "full": []}
     for mode in modes[work.runtime.recompute]:
         changed = {"recompute": mode, "recompute_method": "uniform", "recompute_layers": 1}
@@ -81,58 +82,55 @@ def _divides(work: Work, tensor: int) -> bool:
     return all(size % tensor == 0 for size in sizes) and 0 in (groups % tensor, tensor % groups)
 
 
-def advice(work: Work, memory: float, ceilings: Ceilings | None = None) -> list[str]:
-    """What to warn of before a run: that it cannot fit, that its stages wait.
+def run_fits_the_gpus(works: Sequence[Work], gpu_memory: float) -> Iterator[Problem]:
+    """What tensors take by plan should be 93 % of a GPU at most (docs/planning.md).
 
     Args:
-        work: the run, or one of its phases.
-        memory: of a GPU, bytes; 0: unknown.
-        ceilings: rates; None leaves out what needs a time.
-
-    Returns:
-        Warnings, a line each; none if all is well.
+        works: the phases of a run.
+        gpu_memory: of the smallest GPU, bytes.
     """
-    found: list[str] = []
-    if work.runtime.kernels == "torch":
-        found.append("runtime.kernels: torch keeps more than the plan says, which is of fused ones")
+    phase, work = max(enumerate(works), key=lambda item: peak_memory(item[1]).kinds.total)
     peak = peak_memory(work)
-    need, usable = peak.kinds.total, USABLE * memory
-    if memory and need > usable:
-        most = max(peak.kinds.by_name().items(), key=lambda item: item[1])
-        fitting = largest_micro_batch(work, usable)
-        remedy = "; ".join(f"{r.text} saves {r.saved / GIB:.1f} GiB" for r in remedies(work)[:3])
-        if fitting is not None:
-            remedy = f"training.micro_batch_size: {fitting.micro_batch_size} fits"
-        found.append(
-            f"the plan says that the run does not fit: stage {peak.stage} needs "
-            f"{need / GIB:.1f} GiB, most of it {most[0]} ({most[1] / GIB:.1f}), of "
-            f"{usable / GIB:.1f} usable; {remedy}"
-        )
-    if ceilings is not None and work.parallel.pipeline > 1:
-        bubble = step_time(work, ceilings).bubble
-        if bubble > _LARGE_BUBBLE:
-            found.append(
-                f"pipeline stages wait {bubble:.0%} of a step: more micro batches (a smaller "
-                "training.micro_batch_size), more parallel.virtual_stages or fewer stages wait less"
-            )
-    return found
+    need, usable = peak.kinds.total, USABLE * gpu_memory
+    if need <= usable:
+        return
+    kind, most = max(peak.kinds.by_name().items(), key=lambda item: item[1])
+    place = f"data.phases[{phase - 1}]: " if phase else ""
+    yield Problem(
+        _field_of_micro_batch(works, phase),
+        str(work.micro_batch_size),
+        f"the run does not fit by plan: {place}stage {peak.stage} needs {need / GIB:.1f} GiB, most "
+        f"of it {kind} ({most / GIB:.1f}), of {usable / GIB:.1f} that tensors may take of a GPU's "
+        f"{gpu_memory / GIB:.1f}",
+        "; ".join(_first_remedies(work, need, usable)) or "take larger GPUs or a smaller model",
+    )
 
 
-def advice_for_run(
-    config: RunConfig, runtime: RuntimeConfig, processes: int, memory: float, gpu: str
-) -> list[str]:
-    """``advice`` on the phase of a run that needs most memory.
+PLAN_ADVICE: tuple[Rule, ...] = (run_fits_the_gpus,)
 
-    Args:
-        config: the run.
-        runtime: section ``runtime``.
-        processes: of all nodes together, which must suit the layout and the batch.
-        memory: of a GPU, bytes.
-        gpu: its name; of one that nothing is known of, only memory is judged.
-    """
-    works = works_of_run(config, runtime, processes)
-    fullest = max(works, key=lambda work: peak_memory(work).kinds.total)
-    try:
-        return advice(fullest, memory, known_ceilings(gpu))
-    except UserError:
-        return advice(fullest, memory)
+
+def _field_of_micro_batch(works: Sequence[Work], phase: int) -> str:
+    """Where the file says it: a phase that says nothing has that of the one before."""
+    size = works[phase].micro_batch_size
+    while phase and works[phase - 1].micro_batch_size == size:
+        phase -= 1
+    section = f"data.phases[{phase - 1}]" if phase else "training"
+    return f"{section}.micro_batch_size"
+
+
+def _first_remedies(work: Work, need: int, usable: float) -> list[str]:
+    """The first few, and the first that is enough; of micro batches the largest that fits."""
+    found = remedies(work)
+    if (fitting := largest_micro_batch(work, usable)) is not None:
+        saved = need - peak_memory(fitting).kinds.total
+        largest = Remedy(f"{_MICRO_BATCH}: {fitting.micro_batch_size}", saved)
+        found = [largest, *(each for each in found if not each.text.startswith(_MICRO_BATCH))]
+    enough = next((each for each in found if need - each.saved <= usable), None)
+    shown = found[:_SHOWN]
+    if enough is not None and enough not in shown:
+        shown.append(enough)
+    return [
+        f"{each.text} saves {each.saved / GIB:.1f} GiB"
+        + (", and fits" if need - each.saved <= usable else "")
+        for each in shown
+    ]

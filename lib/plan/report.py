@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from lib.config.schema import ParallelConfig
-from lib.plan.memory import GIB, StageMemory
-from lib.plan.search import Found, Machines, largest_micro_batch
+from lib.plan.memory import GIB, StageMemory, largest_micro_batch
+from lib.plan.search import Found, Machines
 from lib.plan.time import StepTime
 from lib.plan.work import Work
 

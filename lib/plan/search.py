@@ -103,23 +103,6 @@ def search(params: Params, runtime: RuntimeConfig, vocab_size: int, machines: Ma
     return Found(ranked, fallen.most_common())
 
 
-def largest_micro_batch(work: Work, usable: float) -> Work | None:
-    """The work with the largest micro batch that fits and divides the batch of a copy.
-
-    Args:
-        work: whose batch, layout and recomputation stay.
-        usable: bytes of a GPU.
-    """
-    samples = work.micro_batch_size * work.micro_batches
-    fitting = None
-    for size in divisors(samples):
-        larger = replace(work, micro_batch_size=size, micro_batches=samples // size)
-        if peak_memory(larger).kinds.total > usable:
-            break
-        fitting = larger
-    return fitting
-
-
 def _layouts(machines: Machines) -> Iterator[ParallelConfig]:
     gpus = machines.gpus
     for tensor in divisors(machines.gpus_per_node):

@@ -29,10 +29,12 @@ class Gpu:
     Attributes:
         name: as the driver says it.
         capability: compute capability, major and minor; ``UNKNOWN`` if the driver is silent.
+        memory_bytes: all of it; 0 if the driver is silent.
     """
 
     name: str
     capability: tuple[int, int]
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,11 @@ def cuda_devices() -> tuple[Gpu, ...]:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
     return tuple(
-        Gpu(_device_name(driver, index), _device_capability(driver, index))
+        Gpu(
+            _device_name(driver, index),
+            _device_capability(driver, index),
+            _device_memory(driver, index),
+        )
         for index in range(count.value)
     )
 
@@ -97,14 +103,7 @@ def _is_installed(module: str) -> bool:
 
 def cuda_memory_bytes() -> int:
     """Memory of the smallest CUDA device that torch will see here; 0 if there is none."""
-    sizes: list[int] = []
-    for index in range(len(cuda_device_names())):
-        device, size = ctypes.c_int(0), ctypes.c_size_t(0)
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuDeviceGet(ctypes.byref(device), index)
-        if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0:
-            sizes.append(size.value)
-    return min(sizes, default=0)
+    return min((gpu.memory_bytes for gpu in cuda_devices() if gpu.memory_bytes), default=0)
 
 
 def _device_name(driver: ctypes.CDLL, index: int) -> str:
@@ -125,6 +124,13 @@ def _device_capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
         if driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device) != 0:
             return UNKNOWN
     return major.value, minor.value
+
+
+def _device_memory(driver: ctypes.CDLL, index: int) -> int:
+    device, size = ctypes.c_int(0), ctypes.c_size_t(0)
+    if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
+        return 0
+    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == 0 else 0
 
 
 def _torch_is_built_for_cuda() -> bool:

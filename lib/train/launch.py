@@ -43,6 +43,7 @@ from lib.train.agent import SIGNALS_OPTION, hold_back_signals
 from lib.train.captured_stderr import CapturedStderr
 from lib.train.hardware import choose_threads
 from lib.train.meeting import MeetingOver, Met, is_loopback, meet
+from lib.train.memory_crash import explain_memory_error, memory_error
 from lib.train.nodes import ONE_NODE, Nodes
 from lib.train.peers import Kind, Peers, Verdict
 from lib.train.signals import WARNING, StopFlag
@@ -84,6 +85,8 @@ class LaunchOptions:
         log_dir: folder for the captured standard error, kept there when a run fails.
         nodes: the machines that train together, and which of them this is.
         meeting_timeout_s: seconds to wait for the launchers of the others.
+        explainer: module and arguments of the program that says what filled the memory of a worker
+            which died of it; empty for none.
     """
 
     device: str
@@ -93,6 +96,7 @@ class LaunchOptions:
     log_dir: Path
     nodes: Nodes = ONE_NODE
     meeting_timeout_s: float = 600.0
+    explainer: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ class _Ending:
     """How a run ended: its exit status and, for each rank that reported one, the last words."""
 
     status: int
-    reports: dict[str, tuple[int, str]]  # kind of report -> (rank, text), the earliest of a kind
+    # Kind of report -> (rank, text), the earliest of a kind. Of crashes the earliest for want of
+    # memory, if there is one: the others were left alone by it.
+    reports: dict[str, tuple[int, str]]
 
 
 def launch(module: str, arguments: Sequence[str], options: LaunchOptions) -> int:
@@ -148,7 +154,14 @@ def _run(
             _end(agent)
         stderr.finish()
         ending = _Ending(agent.returncode, _read_reports(reports))
-    return _speak(peers.settle(_judge(ending, stop, peers, stderr.text())), stop, stderr)
+    verdict = peers.settle(_judge(ending, stop, peers, stderr.text()))
+    status = _speak(verdict, stop, stderr)
+    if verdict.kind is Kind.FAILED and CRASH in ending.reports:
+        rank, report = ending.reports[CRASH]
+        processes = options.nodes.count * options.processes
+        for line in explain_memory_error(options.explainer, rank, processes, report):
+            sys.stderr.write(f"  {line}\n")
+    return status
 
 
 def _torchrun(module: str, arguments: Sequence[str], options: LaunchOptions, met: Met) -> list[str]:
@@ -303,7 +316,10 @@ def _read_reports(folder: Path) -> dict[str, tuple[int, str]]:
     for path in by_time:
         kind, _, rank = path.name.partition(".")
         if rank.isdigit() and kind != BEGUN:
-            found.setdefault(kind, (int(rank), path.read_text()))
+            report = int(rank), path.read_text()
+            first = found.setdefault(kind, report)
+            if kind == CRASH and memory_error(report[1]) and not memory_error(first[1]):
+                found[kind] = report
     return found
 
 
@@ -314,8 +330,11 @@ def _judge(ending: _Ending, stop: StopFlag, peers: Peers, stderr: str) -> Verdic
         return Verdict(Kind.USER_ERROR, ending.reports[USER_ERROR][1])
     if first == CRASH:
         rank, text = ending.reports[CRASH]
-        cause = f"rank {rank} failed: {text.strip().splitlines()[-1]}"
-        return _failure(_killed_worker(stderr), cause, over_a_peer=bool(_OVER_A_PEER.search(text)))
+        memory = memory_error(text)
+        cause = f"rank {rank} failed: {memory or text.strip().splitlines()[-1]}"
+        killed = None if memory else _killed_worker(stderr)
+        over_a_peer = not memory and bool(_OVER_A_PEER.search(text))
+        return _failure(killed, cause, over_a_peer=over_a_peer)
     if STOPPED in ending.reports:
         return Verdict(Kind.STOPPED, ending.reports[STOPPED][1])
     if ending.status == 0:  # also when a stop came too late to stop anything

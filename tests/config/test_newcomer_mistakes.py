@@ -7,6 +7,7 @@ runs, in this process.
 import json
 import re
 import subprocess
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lib.config.launch_plan import process_count
 from lib.config.params_file import editable_yaml
 from lib.config.rules import ALL_RULES
 from lib.errors import InvalidParams
+from lib.plan.remedies import PLAN_ADVICE
 from lib.train.attention_rules import ATTENTION_ADVICE, ATTENTION_RULES
 from lib.train.hardware import Gpu
 from lib.train.machine_rules import MACHINE_ADVICE, MACHINE_RULES
@@ -31,6 +33,8 @@ GPUS = {
     "V100": Gpu("Tesla V100", (7, 0)),
     "T4": Gpu("Tesla T4", (7, 5)),
     "H100": Gpu("NVIDIA H100", (9, 0)),
+    "H100 of 8 GiB": Gpu("NVIDIA H100", (9, 0), 8 * 2**30),
+    "H100 of 79.1 GiB": Gpu("NVIDIA H100", (9, 0), round(79.1 * 2**30)),
 }
 REFUSED = "pretrain would refuse it on this machine: "
 
@@ -161,13 +165,14 @@ def test_every_rule_has_a_case() -> None:
     covered = {case.values[0]["rule"] for case in MISTAKES}
     assert {rule.__name__ for rule in (*ALL_RULES, *ATTENTION_RULES, *MACHINE_RULES)} <= covered
     advice = {rule.__name__ for rule in (*ADVICE, *ATTENTION_ADVICE, *MACHINE_ADVICE)}
+    advice |= {rule.__name__ for rule in PLAN_ADVICE}
     assert advice == {case.values[0]["rule"] for case in UNWISE}
     assert len(MISTAKES) >= 40
 
 
 def test_every_advice_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "validation.md").read_text()
-    for rule in (*ADVICE, *ATTENTION_ADVICE, *MACHINE_ADVICE):
+    for rule in (*ADVICE, *ATTENTION_ADVICE, *MACHINE_ADVICE, *PLAN_ADVICE):
         assert f"`{rule.__name__}`" in text
 
 
@@ -207,7 +212,7 @@ def test_all_that_a_machine_lacks_is_said_at_once(
     assert fields == ["precision.compute", "launch.processes", "runtime.attention"]
 
 
-@pytest.mark.parametrize("gpus", [[], ["H100"], ["H100"] * 8])
+@pytest.mark.parametrize("gpus", [[], ["H100"], ["H100"] * 8, ["H100 of 79.1 GiB"] * 8])
 def test_the_shipped_parameters_are_wise(
     folder: Path,
     gpus: list[str],
@@ -215,3 +220,59 @@ def test_the_shipped_parameters_are_wise(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert answer({"write": {}, "gpus": gpus}, monkeypatch, capsys)["warnings"] == []
+
+
+TOO_LARGE = {
+    "model": {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16},
+    "training": {"seq_length": 2048, "micro_batch_size": 16, "global_batch_size": 256},
+    "tokenizer": {"vocab_size": 16384},
+}
+LARGE = "H100 of 79.1 GiB"
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "is_told"),
+    [
+        ({}, [LARGE], True),
+        ({}, [LARGE] * 3, True),
+        ({}, [LARGE, "H100"], False),  # the driver does not tell the memory of one
+        ({}, ["H100"], False),
+        ({}, [], False),
+        ({"launch": {"device": "cpu"}}, [LARGE], False),
+        ({"launch": {"processes": 3}}, [LARGE], False),  # refused
+        ({"tokenizer": {"kind": "gpt2", "vocab_file": "a", "merges_file": "b"}}, [LARGE], False),
+        ({"training": {"micro_batch_size": 1}}, [LARGE], False),
+    ],
+)
+def test_memory_is_judged_where_all_is_known(
+    folder: Path,
+    changes: dict[str, Any],
+    gpus: list[str],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = deepcopy(TOO_LARGE)
+    merge(keys, changes)
+    told = answer({"write": keys, "gpus": gpus}, monkeypatch, capsys)["warnings"]
+    found = [each for each in told if each["source"].endswith(".run_fits_the_gpus")]
+    assert len(found) == is_told, told
+
+
+def test_memory_is_judged_by_the_data_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the 4,096 tokens that the tokenizer has, once it is there, not the 16,384 wanted."""
+    keys = TOO_LARGE | {"training": {"micro_batch_size": 4}}
+    needs = [
+        answer(case | {"write": keys, "gpus": ["H100 of 8 GiB"]}, monkeypatch, capsys)["warnings"]
+        for case in ({}, {"data": "ordinary"})
+    ]
+    rules = [
+        each["rule"]
+        for told in needs
+        for each in told
+        if each["source"].endswith(".run_fits_the_gpus")
+    ]
+    assert len(rules) == 2
+    assert rules[0] != rules[1]

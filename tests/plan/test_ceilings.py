@@ -82,3 +82,70 @@ def test_a_file_that_is_none_is_refused_in_a_line(tmp_path, text):
         read_ceilings(path)
     with pytest.raises(UserError, match="missing"):
         read_ceilings(tmp_path / "missing")
+
+
+OF_H200 = {
+    "product_tflops": 792.0,
+    "copy_gb_per_s": 4200.0,
+    "attention_tflops": 277.0,
+    "link_gb_per_s": 296.0,
+    "latency_us": 39.0,
+}
+
+
+def record(tmp_path, figures, name="NVIDIA H200", device="cuda"):
+    path = tmp_path / "hardware.json"
+    machine = {"cores": 4, "gpus": [name] * 2}
+    kept = {"version": 1, "device": device, "machine": machine, "ceilings": figures, "findings": []}
+    path.write_text(json.dumps(kept))
+    return path
+
+
+def test_the_record_of_an_h200_gives_its_known_rates(tmp_path):
+    assert read_ceilings(record(tmp_path, OF_H200)) == H200
+
+
+@pytest.mark.parametrize("figure", OF_H200)
+def test_each_figure_of_a_record_counts_beside_that_of_an_h200(tmp_path, figure):
+    found = read_ceilings(record(tmp_path, OF_H200 | {figure: OF_H200[figure] / 2}))
+    links, delays = found.link_gb_per_s, found.latency_us
+    shares = {
+        "product_tflops": [found.product_tflops / H200.product_tflops],
+        "copy_gb_per_s": [found.copy_gb_per_s / H200.copy_gb_per_s],
+        "attention_tflops": [
+            found.attention(size, length) / H200.attention(size, length)
+            for size, length in ((64, 1024), (128, 8192))
+        ],
+        "link_gb_per_s": [
+            links.collective[64] / H200.link_gb_per_s.collective[64],
+            links.p2p[16] / H200.link_gb_per_s.p2p[16],
+        ],
+        "latency_us": [delays.collective / H200.latency_us.collective],
+    }
+    for name, seen in shares.items():
+        assert seen == pytest.approx([0.5 if name == figure else 1.0] * len(seen))
+    assert links.nodes == H200.link_gb_per_s.nodes
+    assert delays.kernel == H200.latency_us.kernel
+
+
+def test_what_a_record_lacks_is_as_of_the_known_gpu(tmp_path):
+    name = "NVIDIA A100-SXM4-80GB"
+    found = read_ceilings(record(tmp_path, {"product_tflops": 250.0, "link_gb_per_s": None}, name))
+    known = known_ceilings(name)
+    assert found.product_tflops == pytest.approx(H200.product_tflops * 250 / 792)
+    assert found == known.model_copy(update={"product_tflops": found.product_tflops})
+    assert found.measured is False
+    assert read_ceilings(record(tmp_path, OF_H200, name)).measured is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"name": "Z9"}, "Z9"),
+        ({"device": "cpu"}, "device"),
+        ({"figures": {"copy_gb_per_s": -1}}, "copy_gb_per_s"),
+    ],
+)
+def test_a_record_that_does_not_serve_is_refused_in_a_line(tmp_path, changes, word):
+    with pytest.raises(UserError, match=rf"hardware\.json: .*{word}"):
+        read_ceilings(record(tmp_path, **({"figures": OF_H200} | changes)))

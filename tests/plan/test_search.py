@@ -9,8 +9,8 @@ from lib.config.operation import RuntimeConfig
 from lib.config.rules import broken_rules
 from lib.config.schema import ParallelConfig
 from lib.plan.ceilings import H200, known_ceilings
-from lib.plan.memory import GIB, peak_memory
-from lib.plan.search import Machines, largest_micro_batch, search
+from lib.plan.memory import GIB, largest_micro_batch, peak_memory
+from lib.plan.search import Machines, search
 from lib.plan.time import step_time
 from lib.workflow.shapes import REFERENCES, measured_run
 from tests.plan.works import DATA, SINGLE, work

@@ -3,11 +3,8 @@
 import pytest
 from click.testing import CliRunner
 
-from lib.config.operation import RuntimeConfig
 from lib.config.run_config import resolve
 from lib.config.schema import ParallelConfig
-from lib.plan.memory import GIB
-from lib.plan.remedies import advice_for_run
 from lib.train.random_tokens import random_tokens
 from lib.workflow.shapes import REFERENCES, documents_for, measured_run
 from stages.explain_memory import main
@@ -44,12 +41,3 @@ def test_refusals_are_one_line(files, arguments):
     done = CliRunner().invoke(main, [*files, *arguments], input=MESSAGE)
     assert done.exit_code == 1
     assert done.output.startswith("error: ")
-
-
-def test_advice_for_a_run(config):
-    runtime = RuntimeConfig()
-    (bubble,) = advice_for_run(config, runtime, 4, 140 * GIB, "NVIDIA H200")
-    assert "wait" in bubble
-    assert advice_for_run(config, runtime, 4, 140 * GIB, "an unknown GPU") == []
-    (small,) = advice_for_run(config, runtime, 4, 20 * GIB, "an unknown GPU")
-    assert "does not fit" in small

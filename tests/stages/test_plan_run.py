@@ -67,6 +67,20 @@ def test_what_does_not_fit_is_warned_of(folder):
     assert json.loads(run(*H200S, "--memory", "0.1", "--json").output)["fits"] is False
 
 
+def test_long_bubbles_are_warned_of(folder):
+    changed(folder, parallel={"pipeline": 2})
+    (warning,) = json.loads(run(*H200S, "--json").output)["warnings"]
+    assert "its stages wait" in warning
+    changed(folder, training={"micro_batch_size": 1})
+    assert json.loads(run(*H200S, "--json").output)["warnings"] == []
+
+
+def test_kernels_that_the_plan_is_not_of_are_told_of(folder):
+    changed(folder, runtime={"kernels": "torch"})
+    (warning,) = json.loads(run(*H200S, "--json").output)["warnings"]
+    assert "runtime.kernels" in warning
+
+
 def test_other_gpus_are_estimated(folder):
     done = run("--gpu", "A100", "--gpus", "1")
     assert "not measured" in done.output

@@ -102,13 +102,15 @@ def a_driver() -> SimpleNamespace:
         cuDeviceGet=put,
         cuDeviceGetName=name,
         cuDeviceGetAttribute=attribute,
+        cuDeviceTotalMem_v2=lambda size, device: put(size, 2**33) + int(device.value),
     )
 
 
 def test_the_driver_says_what_devices_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "_torch_is_built_for_cuda", lambda: True)
     monkeypatch.setattr(hardware.ctypes, "CDLL", lambda _name: a_driver())
-    assert cuda_devices() == (Gpu("GPU 0", (8, 6)), Gpu("GPU 1", UNKNOWN))
+    assert cuda_devices() == (Gpu("GPU 0", (8, 6), 2**33), Gpu("GPU 1", UNKNOWN, 0))
+    assert hardware.cuda_memory_bytes() == 2**33
 
 
 def test_packages_are_found_without_importing_them(
