@@ -21,7 +21,6 @@ from lib.config.schema import ModelConfig
 from lib.console import say, table, warn
 from lib.errors import UserError
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
-from lib.plan.report import batches_text, layout_text, recompute_text
 from lib.train.hardware import choose_threads, cuda_device_names
 from lib.workflow.plan_cases import HEADERS, Case, Checked, RankUse, usual_cases
 from lib.workflow.shapes import documents_for
@@ -54,8 +53,9 @@ def main(
     """Takes real training steps in several layouts and puts the plan beside them.
 
     Models of 125M to 7B on one GPU, and on two where there are two: the most memory that tensors
-    took in 9 steps, what torch held (reserved), and the median time of the last 3. Of params.yaml
-    only launch and runtime are read. Without a GPU tiny models show that it works.
+    took in 9 steps, what torch held (reserved), and the median time of the last 3. Each run is told
+    of as soon as it was measured, and again in the table. Of params.yaml only launch and runtime
+    are read. Without a GPU tiny models show that it works.
     """
     file = read_params(params)
     launch, runtime = file.section("launch", LaunchConfig), file.section("runtime", RuntimeConfig)
@@ -71,12 +71,13 @@ def main(
         for several in _together(cases):
             known = [_as_before(case, checked) for case in several]
             checked += _measure(known, launch, device, Path(folder), rates)
+            if json_file is not None:  # what is there stays if this is killed
+                text = json.dumps([each.mapping() for each in checked], indent=2) + "\n"
+                write_text_atomically(json_file, text)
     if not checked:
         raise UserError("nothing could be measured: see the lines above")
     table("plan and measurement", [each.row() for each in checked], HEADERS)
     if json_file is not None:
-        text = json.dumps([each.mapping() for each in checked], indent=2) + "\n"
-        write_text_atomically(json_file, text)
         say(f"wrote {json_file}")
 
 
@@ -113,43 +114,38 @@ def _measure(
     from lib.train.local_ranks import run_on_ranks
 
     ranks = cases[0].ranks
-    for case in cases:
-        say(f"measuring {_text(case)} on {ranks} x {device}")
-    texts = [_texts(case, folder) for case in cases]
+    what = cases[0].text() if len(cases) == 1 else f"{len(cases)} runs, one after another,"
+    say(f"measuring {what} on {ranks} x {device}")
+    runs = [(case, _config(case, folder)) for case in cases]
     threads = choose_threads(launch.threads, ranks)
     try:
         by_rank = run_on_ranks(
             ranks,
             measure_cases_on_rank,
-            texts,
+            runs,
             device,
             threads,
+            rates,
             timeout=_SECONDS,
             device="cuda" if device == "cuda" else "cpu",
         )
     except AssertionError as error:
         if "OutOfMemoryError" not in str(error):
             raise
-        warn(f"{_text(cases[0])}: does not fit into these GPUs")
+        warn(f"{cases[0].text()}: does not fit into these GPUs")
         return []
     checked: list[Checked] = []
     for case, *uses in zip(cases, *by_rank, strict=True):
-        taken = [use for use in uses if isinstance(use, RankUse)]
-        if len(taken) < ranks:
-            warn(f"{_text(case)}: {uses[0]}")
-        else:
+        taken = [use for use in uses if use is not None]
+        if len(taken) == ranks:
             checked.append(Checked.of(case, taken, rates))
+            if ranks > 1:
+                say(checked[-1].line())
     return checked
 
 
-def _text(case: Case) -> str:
-    work = case.work("auto")
-    layout, batches = layout_text(work.parallel), batches_text(work)
-    return f"{case.shape.name} {layout}, {batches}, recompute {recompute_text(work)}"
-
-
-def _texts(case: Case, folder: Path) -> tuple[str, str]:
-    """The run configuration and section ``runtime`` of a case as JSON; its tokens are written."""
+def _config(case: Case, folder: Path) -> str:
+    """The run configuration of a case as JSON; its tokens are written."""
     from lib.train.random_tokens import describe_tokens, random_corpus
 
     shape, run = case.shape, case.params
@@ -158,22 +154,25 @@ def _texts(case: Case, folder: Path) -> tuple[str, str]:
     manifest = place / "manifest.json"
     if not place.exists():
         manifest = random_corpus(place, shape.vocab_size, documents)
-    config = resolve(run, describe_tokens({"random": manifest}, run))
-    return config.to_json(), case.runtime.model_dump_json()
+    return resolve(run, describe_tokens({"random": manifest}, run)).to_json()
 
 
 def measure_cases_on_rank(
-    texts: Sequence[tuple[str, str]], device_type: str, threads: int
-) -> list[RankUse | str]:
+    runs: Sequence[tuple[Case, str]], device_type: str, threads: int, rates: Ceilings | None
+) -> list[RankUse | None]:
     """Takes the steps of some runs, one run after another, in a process group of all ranks.
 
+    The only rank of a group says what each run took as soon as it has, since the caller hears of
+    all at the end, or never.
+
     Args:
-        texts: of each run its configuration and its section ``runtime`` as JSON.
+        runs: each with its configuration as JSON.
         device_type: ``cuda`` or ``cpu``.
         threads: CPU threads of this rank.
+        rates: to plan the time by.
 
     Returns:
-        What each took; a line for one that did not fit into the memory of the only rank.
+        What each took; None for one that did not fit into the memory of the only rank.
     """
     import torch
     import torch.distributed as dist
@@ -182,20 +181,24 @@ def measure_cases_on_rank(
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    found: list[RankUse | str] = []
+    found: list[RankUse | None] = []
     attention: dict[ModelConfig, str] = {}  # as the first run of each model has found it
-    for config_text, runtime_text in texts:
+    is_alone = dist.get_world_size() == 1
+    for case, config_text in runs:
         config = RunConfig.model_validate_json(config_text)
-        runtime = RuntimeConfig.model_validate_json(runtime_text)
-        known = attention.get(config.model, runtime.attention)
+        known = attention.get(config.model, case.runtime.attention)
+        runtime = case.runtime.model_copy(update={"attention": known})
         try:
-            use = _measure_run(config, runtime.model_copy(update={"attention": known}), device)
+            use = _measure_run(config, runtime, device)
             attention[config.model] = use.attention
             found.append(use)
+            if is_alone:
+                say(Checked.of(case, [use], rates).line())
         except torch.OutOfMemoryError as error:
-            if dist.get_world_size() > 1:  # the others wait for this one
+            if not is_alone:  # the others wait for this one
                 raise
-            found.append(str(error).splitlines()[0])
+            found.append(None)
+            warn(f"{case.text()}: {str(error).splitlines()[0]}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return found

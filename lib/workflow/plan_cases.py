@@ -17,6 +17,7 @@ HEADERS = (
     *("model", "layout", "batches", "recompute"),
     *("plan GiB", "GiB", "error", "reserved", "plan ms", "ms", "error"),
 )
+_FIGURES = ("plan GiB", "GiB", "GiB error", "reserved", "plan ms", "ms", "ms error")
 _TINY_MODEL = ModelSection(num_layers=2, hidden_size=32, num_attention_heads=4)
 _TINY = Shape("tiny", _TINY_MODEL, 300, seq_length=16, micro_batch_size=2, micro_batches=2)
 _SHAPES = REFERENCES | {"tiny": _TINY}
@@ -54,6 +55,12 @@ class Case:
     def params(self) -> Params:
         """The sections of the run."""
         return measured_run(self.shape, self.layout, self.compute)
+
+    def text(self) -> str:
+        """What it is, in a few words."""
+        work = self.work("auto")
+        layout, batches = layout_text(work.parallel), batches_text(work)
+        return f"{self.shape.name} {layout}, {batches}, recompute {recompute_text(work)}"
 
     def work(self, attention: str) -> Work:
         """What is planned, with the attention that the ranks took."""
@@ -196,6 +203,18 @@ class Checked:
             _ms(self.seconds),
             planned[1],
         )
+
+    def line(self) -> str:
+        """The figures of ``row``, to be said as soon as they are there."""
+        figures = dict(zip(_FIGURES, self.row()[-len(_FIGURES) :], strict=True))
+        parts = [f"{self.case.text()}:"]
+        if figures["GiB"]:
+            parts.append("plan {plan GiB} GiB, {GiB} GiB ({GiB error}),".format_map(figures))
+        if figures["plan ms"]:
+            parts.append("plan {plan ms} ms, {ms} ms ({ms error})".format_map(figures))
+        else:
+            parts.append(f"{figures['ms']} ms")
+        return " ".join(parts)
 
     def mapping(self) -> dict[str, object]:
         """For programs: bytes by stage and rank, seconds."""

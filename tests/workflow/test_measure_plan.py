@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from lib.config.operation import RuntimeConfig
 from lib.model.initialization import initial_parts
@@ -14,7 +15,8 @@ from lib.plan.memory import GIB, USABLE
 from lib.plan.search import Machines
 from lib.train.measuring import repeated_parts
 from lib.workflow.plan_cases import HEADERS, Checked, RankUse, usual_cases
-from stages.measure_plan import _as_before, _texts, _together, measure_cases_on_rank
+from stages import measure_plan
+from stages.measure_plan import _as_before, _config, _together, measure_cases_on_rank
 from tests.distributed import run_on_ranks
 from tests.model.models import GPT2, VOCAB_SIZE
 
@@ -56,6 +58,58 @@ def test_errors_are_plan_over_measurement():
     assert json.loads(json.dumps(checked.mapping()))["allocated"] == [size // 2, size * 4 // 5]
 
 
+def test_a_line_says_the_figures_of_the_row():
+    (case, *_) = usual_cases(RUNTIME, 1)
+    size = Checked.of(case, [use()], H200).planned_bytes
+    checked = Checked.of(case, [use(size, size)], H200)
+    row = checked.row()
+    assert checked.line() == (
+        f"125m 1 GPU, 4 of 16, recompute none: plan {row[4]} GiB, {row[5]} GiB (+0.0%), "
+        f"plan {row[8]} ms, 1,000.0 ms ({row[10]})"
+    )
+    assert Checked.of(case, [use()], None).line().endswith("recompute none: 1,000.0 ms")
+
+
+def test_what_was_measured_stays_when_the_next_group_ends_it(tmp_path, monkeypatch):
+    """One rank says its lines itself; the file is written after its group."""
+    file = tmp_path / "plan.json"
+    measure = measure_plan._measure
+
+    def killed_in_the_second(cases, *rest):
+        if cases[0].ranks > 1:
+            raise KeyboardInterrupt
+        return measure(cases, *rest)
+
+    monkeypatch.setattr(measure_plan, "_measure", killed_in_the_second)
+    monkeypatch.setattr(measure_plan, "cuda_device_names", tuple)
+    (tmp_path / "params.yaml").write_text("launch: {}\nruntime: {}\n")
+    done = CliRunner().invoke(
+        measure_plan.main, [f"--params={tmp_path / 'params.yaml'}", f"--json={file}"]
+    )
+    assert done.exit_code != 0
+    assert len(json.loads(file.read_text())) == 2
+
+
+def test_lines_come_case_by_case(tmp_path, capsys, monkeypatch):
+    """On the only rank, also where a run has no memory."""
+    cases = [case for case in usual_cases(RUNTIME, 0) if case.ranks == 1]
+    outcomes = [torch.OutOfMemoryError("CUDA out of memory\nmore"), use()]
+
+    def measured(*_run):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert "CUDA out of memory" in capsys.readouterr().err
+        return outcome
+
+    monkeypatch.setattr(measure_plan, "_measure_run", measured)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    runs = [(case, _config(case, tmp_path)) for case in cases]
+    assert measure_cases_on_rank(runs, "cpu", torch.get_num_threads(), None) == [None, use()]
+    told = capsys.readouterr()
+    assert told.out == "tiny 1 GPU, 1 of 1, recompute full: 1,000.0 ms\n"
+
+
 def test_the_attention_of_a_model_is_tried_once():
     first, second, *_ = usual_cases(RUNTIME, 1)
     checked = [Checked.of(first, [use(attention="flash")], H200)]
@@ -65,8 +119,8 @@ def test_the_attention_of_a_model_is_tried_once():
 
 def test_ranks_take_the_steps_of_several_runs(tmp_path):
     cases = [case for case in usual_cases(RUNTIME, 0) if case.ranks == 1]
-    texts = [_texts(case, tmp_path) for case in cases]
-    (found,) = run_on_ranks(1, measure_cases_on_rank, texts, "cpu", 1, timeout=120.0)
+    runs = [(case, _config(case, tmp_path)) for case in cases]
+    (found,) = run_on_ranks(1, measure_cases_on_rank, runs, "cpu", 1, None, timeout=120.0)
     assert [each.attention for each in found] == ["sdpa", "sdpa"]
     for case, each in zip(cases, found, strict=True):
         row = Checked.of(case, [each], None).row()
