@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from lib.config.run_config import resolve
+from lib.config.schema import ParallelConfig
 from lib.train.memory_crash import explain_memory_error, memory_error
+from lib.train.random_tokens import random_tokens
+from lib.workflow.shapes import REFERENCES, documents_for, measured_run
 from tests.plan.test_remedies import MESSAGE
-from tests.train.tiny_run import tiny_config, write_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNTIME = "runtime:\n  attention: auto\nlaunch:\n  device: cpu\n  processes: 2\n"
@@ -18,8 +21,12 @@ RUNTIME = "runtime:\n  attention: auto\nlaunch:\n  device: cpu\n  processes: 2\n
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run over two pipeline stages."""
-    config = tiny_config(write_tokens(tmp_path / "tokens"), parallel__pipeline=2)
+    """The 1.4B model over two pipeline stages; nothing of it is built."""
+    shape = REFERENCES["1.4b"]
+    run = measured_run(shape, ParallelConfig(data=1, pipeline=2), "fp32")
+    config = resolve(
+        run, random_tokens(tmp_path, run, shape.vocab_size, documents_for(shape, 1, 1))
+    )
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "run_config.json").write_text(config.to_json())
     (tmp_path / "params.yaml").write_text(RUNTIME)
@@ -53,7 +60,7 @@ def test_what_filled_the_memory_of_the_rank_that_died(folder, kinds):
     )
     assert lines[2].startswith("  stage 1 needs ")
     assert lines[3].startswith("  process 4711 on the same GPU holds 2.00 GiB")
-    assert lines[5].startswith("  training.micro_batch_size: 1 saves ")
+    assert lines[5].startswith("  training.micro_batch_size: 4 saves ")
     assert "expandable_segments" in lines[-1]
     assert all(line.startswith("  ") for line in lines[1:])
 
