@@ -241,14 +241,14 @@ class _Shell:
         return status
 
     def _function(self, active: bool) -> Status:
-        name = self.tokens[self.place].text
+        name = self._peek()
         self.place += 1
         while self._take("(", ")", "\n"):
             pass
         start = self.place
         self._command(active=False)
-        if active:
-            self.functions[name] = self.tokens[start : self.place]
+        if active and name is not None:  # else the script breaks off
+            self.functions[name.text] = self.tokens[start : self.place]
         return None
 
     # ---- simple commands

@@ -98,7 +98,9 @@ def bubble_seconds(
     """How long a pipeline takes, and how long its slowest stage works, by the schedule.
 
     In closed form: the slowest stage works all the time but while the first micro batch comes to
-    it and the last one leaves it, which takes a chunk of each other stage.
+    it and the last one leaves it, which takes a chunk of each other stage. Exact for equal chunks;
+    where the first stage is much slower than others and micro batches are few, up to a quarter more
+    than the schedule takes, since its forwards run while it would wait here.
 
     Args:
         chunk_seconds: forward and backward of a micro batch through each chunk, by depth.

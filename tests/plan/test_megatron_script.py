@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lib.errors import UserError
@@ -274,6 +274,7 @@ FRAGMENTS = [
 
 
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=15))
+@example(["bash -c ", "function g "])
 def test_any_text_is_followed_to_its_end_or_refused(fragments: list[str]) -> None:
     with contextlib.suppress(UserError):
         follow_script("".join(fragments), {})

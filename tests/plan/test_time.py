@@ -62,7 +62,9 @@ def test_unequal_stages_take_about_what_the_simulator_says(costs, count):
     plans = [training_plan(stage, stages, 1, count) for stage in range(stages)]
     halves = Costs(tuple(c / 3 for c in costs), tuple(c * 2 / 3 for c in costs))
     whole, _ = bubble_seconds(costs, stages, count)
-    assert whole == pytest.approx(simulate(plans, halves).makespan, rel=0.16)
+    simulated = simulate(plans, halves).makespan
+    # Too long at most, where the first stage is the slowest and there are few micro batches.
+    assert simulated * (1 - 1e-9) <= whole <= 1.25 * simulated
 
 
 def test_recomputing_takes_about_a_third_more():
