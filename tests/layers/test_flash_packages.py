@@ -8,7 +8,7 @@ import torch
 
 from lib.layers import flash_packages
 from lib.layers.attention import attention_backend
-from lib.layers.flash_packages import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
+from lib.layers.attention_limits import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from tests.layers.test_attention import (
     ONE,
     STARTS,

@@ -117,10 +117,10 @@ def configs(folder, **parallel):
     ("parallel", "most"),
     [
         ({}, 1),
-        ({"tensor": 2, "sequence": True}, 1),
-        ({"pipeline": 2}, 2),
+        pytest.param({"tensor": 2, "sequence": True}, 1, marks=pytest.mark.layouts),
+        pytest.param({"pipeline": 2}, 2, marks=pytest.mark.layouts),
         ({"pipeline": 2, "virtual_stages": 2}, 6),
-        ({"data": 2}, 1),
+        pytest.param({"data": 2}, 1, marks=pytest.mark.layouts),
     ],
 )
 def test_a_replayed_run_is_the_run_itself(tmp_path, parallel, most):

@@ -50,7 +50,10 @@ def pretrain(folder, *kinds):
     return done.returncode, lines[start:]
 
 
-@pytest.mark.parametrize("kinds", [("wait", "memory"), ("peer", "memory")])
+@pytest.mark.parametrize(
+    "kinds",
+    [pytest.param(("wait", "memory"), marks=pytest.mark.layouts), ("peer", "memory")],
+)
 def test_what_filled_the_memory_of_the_rank_that_died(folder, kinds):
     status, lines = pretrain(folder, *kinds)
     assert status == 1
@@ -65,6 +68,7 @@ def test_what_filled_the_memory_of_the_rank_that_died(folder, kinds):
     assert all(line.startswith("  ") for line in lines[1:])
 
 
+@pytest.mark.layouts
 def test_several_ranks_that_died_are_told_once(folder):
     status, lines = pretrain(folder, "memory", "memory")
     assert status == 1
