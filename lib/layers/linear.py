@@ -87,6 +87,18 @@ def _gathered_product(
     return product, whole
 
 
+def _parameter_gradients(
+    ctx: Any,  # noqa: ANN401
+    grad_SBO: Tensor,
+    x_SBI: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of weight and bias, where they are wanted, and were not added to what is there already."""
+    _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    grad_MO = _rows(grad_SBO)
+    weight_grad = product_gradient(ctx.weight, grad_MO, _rows(x_SBI)) if wants_weight else None
+    return weight_grad, sum_gradient(ctx.bias, grad_MO) if wants_bias else None
+
+
 class _ColumnParallel(torch.autograd.Function):
     """See the table in the module's text."""
 
@@ -114,7 +126,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (x_SBI,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
-        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_input, wants_weight, _, _ = ctx.needs_input_grad
         whole = Pending(x_SBI)
         if groups.sequence_parallel and wants_weight:
             whole = start_gather_first_dim(x_SBI, groups.tp)
@@ -122,13 +134,8 @@ class _ColumnParallel(torch.autograd.Function):
         if wants_input:
             start = start_reduce_scatter_first_dim if groups.sequence_parallel else start_all_reduce
             summed = start(grads[0] @ weight, groups.tp)
-        grad_MO = _rows(grads[0])
-        weight_grad = bias_grad = None
-        if wants_weight:
-            weight_grad = product_gradient(weight, grad_MO, _rows(whole.wait()))
-        if wants_bias:
-            bias_grad = sum_gradient(ctx.bias, grad_MO)
-        return None if summed is None else summed.wait(), weight_grad, bias_grad, None
+        parameter_grads = _parameter_gradients(ctx, grads[0], whole.wait())
+        return None if summed is None else summed.wait(), *parameter_grads, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -153,7 +160,6 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         (x_SBI,), weight, groups = ctx.saved_tensors, ctx.weight, ctx.groups
-        _, wants_weight, wants_bias, _ = ctx.needs_input_grad
         (grad_SBO,) = grads
         if groups.sequence_parallel:
 
@@ -164,13 +170,7 @@ class _RowParallel(torch.autograd.Function):
             input_grad, grad_SBO = _gathered_product(grad_SBO, multiply, columns, groups.tp)
         else:
             input_grad = grad_SBO @ weight
-        grad_MO = _rows(grad_SBO)
-        weight_grad = bias_grad = None
-        if wants_weight:
-            weight_grad = product_gradient(weight, grad_MO, _rows(x_SBI))
-        if wants_bias:
-            bias_grad = sum_gradient(ctx.bias, grad_MO)
-        return input_grad, weight_grad, bias_grad, None
+        return input_grad, *_parameter_gradients(ctx, grad_SBO, x_SBI), None
 
 
 def column_parallel(

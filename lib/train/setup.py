@@ -101,7 +101,8 @@ class TrainingParts:
     def close(self) -> None:
         """Before the process groups end: ends the readers, and lets go of recorded graphs.
 
-        NCCL waits for the graphs that have its calls in them when a communicator is to end.
+        A process group does not end while graphs that its calls are recorded in are there
+        (github.com/pytorch/pytorch/issues/115388).
         """
         self.batches.close()
         self.graphs.release()

@@ -150,7 +150,9 @@ def test_dropout_keeps_the_mean_and_can_be_replayed(backend):
     try:
         torch.manual_seed(3)
         first = attend(q, k, v, 0.5, None)
-    except RuntimeError as error:  # cuDNN 9.11 to 9.13 has no dropout
+    except RuntimeError as error:
+        if backend != "cudnn":  # whose releases 9.11 to 9.13 have no dropout
+            raise
         pytest.skip(str(error))
     torch.manual_seed(3)
     assert torch.equal(first, attend(q, k, v, 0.5, None))
