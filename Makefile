@@ -59,7 +59,7 @@ test-layouts: setup ## compares every layout of up to 8 processes with one, and 
 	python -m pytest -v -m layouts --ignore tests/layouts
 
 test-gpu: setup ## runs the tests that need one or more GPUs
-	python -m pytest -m "gpu or multi_gpu"
+	python -m pytest -m "(gpu or multi_gpu) and not shared_gpu"
 	python -m pytest -m "not gpu" tests/kernels
 
 KILLS := 100

@@ -100,6 +100,7 @@ class Replayed:
         record: Callable[[Compute, Sequence[Tensor], Tensor | None], Recording] = CudaGraphs,
     ) -> None:
         self._compute, self._record = compute, record
+        self._made: list[Recording] = []
         self._free: list[Recording] = []
 
     def __call__(self, inputs: Sequence[Tensor], received: Tensor | None) -> Tensor:
@@ -109,17 +110,20 @@ class Replayed:
             inputs: tensors of the same shapes as ever, without gradients.
             received: hidden states of the chunk before, a leaf that gets a gradient; or None.
         """
-        recording = (
-            self._free.pop() if self._free else self._record(self._compute, inputs, received)
-        )
+        if not self._free:
+            self._made.append(self._record(self._compute, inputs, received))
+            self._free.append(self._made[-1])
+        recording = self._free.pop()
         # Autograd goes to the backward only if something here wants a gradient.
         wanting = torch.empty(0, requires_grad=True) if received is None else received
         return _Replay.apply(recording, self._free, inputs, wanting)
 
     def release(self) -> None:
-        """Lets go of all recordings, none of which is in use."""
-        while self._free:
-            self._free.pop().release()
+        """Lets go of all recordings, also of what a step that broke off was using."""
+        for recording in self._made:
+            recording.release()
+        self._made.clear()
+        self._free.clear()
 
 
 class _Replay(torch.autograd.Function):

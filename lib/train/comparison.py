@@ -132,7 +132,9 @@ def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) 
     """One rank's part for one layout; rank 0 gives the outcome."""
     config = RunConfig.model_validate_json(config_text)
     runtime = RuntimeConfig.model_validate_json(runtime_text)
-    place = torch.device(device, dist.get_rank()) if device == "cuda" else torch.device(device)
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device(device, torch.cuda.current_device())
     parts = build_training(config, runtime, place, layout_for(config, dist.get_world_size()))
     gradients: list[dict[str, Tensor]] = []
     progress = Progress()

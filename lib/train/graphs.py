@@ -10,9 +10,10 @@ is held for good. So a run tries it, on GPUs, if there is room, and goes on with
 | 4 | not counted: graphs are recorded |
 | 5, 6 | timed with them |
 
-Runs of several processes are not recorded yet (``graphs_obstacle``). What will matter to them:
-where copies of the model share its state, the first micro batch of a step, which waits for the
-parameters, and the last, whose gradients are reduced as they come, go kernel by kernel.
+Where copies of the model share its state, the first micro batch of a step, which waits for the
+parameters, and the last, whose gradients are reduced as they come, go kernel by kernel. Transfers
+between pipeline stages are not part of a recording; the collectives of tensor parallelism are, so
+that their process groups end only after the graphs do (``TrainingParts.close``).
 """
 
 import time
@@ -60,8 +61,6 @@ def graphs_obstacle(
             config.parallel.sharding != "optimizer" and groups.shards.size > 1,
             f"parallel.sharding: {config.parallel.sharding} moves memory in each micro batch",
         ),
-        # Runs of two tensor-parallel H200s that recorded did not end (torch 2.11, NCCL 2.28.9).
-        (groups.world.size > 1, "messages between processes are not recorded"),
     )
     return next((reason for holds, reason in reasons if holds), None)
 

@@ -31,9 +31,12 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -198,9 +201,7 @@ def _work(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    device = torch.device("cuda", rank) if call.device == "cuda" else None
-    if device is not None:
-        torch.cuda.set_device(device)
+    device = _gpu_of(rank, size) if call.device == "cuda" else None
     if call.file not in modules:
         modules[call.file] = _load(call.module, call.file)
     dist.init_process_group(
@@ -222,6 +223,24 @@ def _work(
         dist.destroy_process_group()
         # Sharded modules refer to themselves: while they live, so do their groups' threads.
         gc.collect()
+
+
+def _gpu_of(rank: int, size: int) -> "torch.device":
+    """This rank's GPU, made the current one: its own, or where there are too few a shared one.
+
+    NCCL refuses two ranks on one GPU of a host, so where they share, each is told that it is a host
+    of its own and sends by sockets. The GPU turns from process to process, some milliseconds for
+    each collective: this shows whether numbers are right, not how fast they come.
+    """
+    import torch
+
+    count = torch.cuda.device_count()
+    if size > count:
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {"NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0", "NCCL_CUMEM_ENABLE": "0"}
+    device = torch.device("cuda", rank % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _load(name: str, file: str) -> ModuleType:
@@ -255,7 +274,8 @@ def run_on_ranks(
         function: a function of a module, not a closure.
         arguments: plain data and tensors.
         timeout: seconds that the slowest rank may take.
-        device: ``cpu`` (gloo), or ``cuda``: one GPU a process (NCCL, and gloo for CPU tensors).
+        device: ``cpu`` (gloo), or ``cuda``: one GPU a process (NCCL, and gloo for CPU tensors);
+            processes that are more than the GPUs share these, slowly.
 
     Raises:
         AssertionError: a rank raised, died or did not finish in time; the text says which, and

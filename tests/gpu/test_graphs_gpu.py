@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lib.config.operation import RuntimeConfig
+from lib.config.schema import ParallelConfig
 from lib.train import graphs, setup
-from lib.train.comparison import compare, train_on_rank
+from lib.train.comparison import compare, train_on_rank, with_layout
 from lib.train.graphs import StepGraphs
 from lib.train.random_tokens import random_corpus
 from tests.distributed import run_on_ranks
@@ -17,11 +18,19 @@ pytestmark = [
     pytest.mark.skipif(not GPUS, reason="needs a GPU"),
 ]
 STEPS = 8
+PLAIN = {"attention": "sdpa"}
 RUNTIMES = {
-    "plain": {"attention": "sdpa"},
+    "plain": PLAIN,
     "recompute": {"attention": "sdpa", "recompute": "full"},
     "torch": {"attention": "reference", "kernels": "torch"},
     "cudnn": {"attention": "cudnn"},
+}
+# Of two processes; where there is one GPU they share it.
+LAYOUTS = {
+    "tp2": {"tensor": 2},
+    "tp2+sp": {"tensor": 2, "sequence": True},
+    "pp2x2": {"pipeline": 2, "virtual_stages": 2},
+    "dp2": {"data": 2},
 }
 
 
@@ -47,15 +56,27 @@ def train_all(text, runtimes):
     return [train_both(text, runtime) for runtime in runtimes]
 
 
-def test_replayed_steps_have_the_same_bits(tmp_path):
+def require_same_bits(tmp_path, layout, processes, runtimes):
     corpus = random_corpus(tmp_path, VOCABULARY, 600)
-    text = config_of(corpus, "bf16", {"phases": ()}, STEPS).to_json()
-    runtimes = list(RUNTIMES.values())
-    (found,) = run_on_ranks(1, train_all, text, runtimes, timeout=150.0, device="cuda")
-    for kind, (plain, replayed, obstacle) in zip(RUNTIMES, found, strict=True):
+    config = config_of(corpus, "bf16", {"phases": ()}, STEPS)
+    text = with_layout(config, ParallelConfig(**layout)).to_json()
+    wanted = list(runtimes.values())
+    found, *_ = run_on_ranks(processes, train_all, text, wanted, timeout=200.0, device="cuda")
+    for kind, (plain, replayed, obstacle) in zip(runtimes, found, strict=True):
         assert obstacle is None, kind
         difference = compare(replayed, plain)
         # cuDNN's backward adds up in any order.
         bound = 1e-3 if kind == "cudnn" else 0.0
         assert difference.loss <= bound, (kind, difference)
         assert difference.weight[0] <= bound * 10, (kind, difference)
+
+
+def test_replayed_steps_have_the_same_bits(tmp_path):
+    require_same_bits(tmp_path, {}, 1, RUNTIMES)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replayed_steps_of_two_processes_have_the_same_bits(tmp_path, name):
+    """And their process groups end, which they do only after the graphs."""
+    require_same_bits(tmp_path, LAYOUTS[name], 2, {"plain": PLAIN})
