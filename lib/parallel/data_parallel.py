@@ -15,11 +15,13 @@ are summed over the replicas as well.
 
 Collectives go on beside the work: gathers of a step all start before its first forward (for each
 use: the next layer's while this one computes), and a layer's gradients are reduced while backward
-goes on to the layers before it. What a layer's module is told of this are two identities in the
+goes on to the layers before it, those of two blocks at once: what is sent takes as much memory as
+the gradients themselves. What a layer's module is told of this are two identities in the
 graph, at its input and at its output, put there by hooks; where one rank holds everything, there
 is nothing to tell and there are no hooks.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +36,8 @@ from lib.parallel.groups import ParallelGroups
 from lib.parallel.storage import Part
 
 Sharding = Literal["optimizer", "gradients", "parameters"]
+# Reductions under way at once. The last block's ends after all others however many there are.
+MOST_REDUCTIONS = 2
 Neighbours = tuple[Block | None, Block | None]  # the next one of a forward pass, of a backward pass
 
 
@@ -77,6 +81,7 @@ class DataParallel:
         kept = sharding if groups.shards.size > 1 else "optimizer"
         self._reduces_each = kept != "optimizer"
         self._in_backward = self._reduces = False
+        self._reducing: deque[Block] = deque()  # the oldest first
         self._chunks: list[list[Block]] = []
         for units in chunks:
             self._chunks.append([])
@@ -128,7 +133,14 @@ class DataParallel:
         self._in_backward = False
         for block in self._chunks[chunk]:
             if block.owes_reduction:
-                block.reduce()
+                self._reduce(block)
+
+    def _reduce(self, block: Block) -> None:
+        """Starts to reduce a block's gradients, once one of those under way has ended."""
+        while len(self._reducing) >= MOST_REDUCTIONS:
+            self._reducing.popleft().collect()
+        block.reduce()
+        self._reducing.append(block)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -139,6 +151,7 @@ class DataParallel:
         """
         for block in self._blocks:
             block.finish()
+        self._reducing.clear()
         partial = [each for block in self._blocks for each in block.partial_gradients()]
         if self._tp.size == 1 or not partial:
             return
@@ -204,7 +217,7 @@ class DataParallel:
     def after_block_backward(self, block: Block) -> None:
         """The gradients of a block's inputs are complete, and with them those of its parameters."""
         if block.owes_reduction:
-            block.reduce()
+            self._reduce(block)
         block.release()
 
 

@@ -5,8 +5,10 @@ sum is the answer. Moments, of each pipeline stage:
 
     start     parameters of all blocks are being gathered; nothing is kept yet
     head      the logits and their gradient are there, and all that the last micro batch kept
-    layer     backward is in the last layer of a chunk (or in the first that is computed again)
-    end       gradients of all blocks are on their way to the ranks that hold the masters
+    layer     backward is in the last layer of a chunk (or in the first that is computed again), or
+              one or two layers further, whose gradients are on their way to the ranks that hold
+              the masters
+    end       the last gradients are on their way
 
 In ``head`` and ``layer`` a stage keeps as much of other micro batches as its plan says
 (``lib.pipeline.schedule``). Bytes of the state, with P parameters of a rank, R ranks that share
@@ -17,14 +19,14 @@ the masters, e bytes a number of the compute type (masters are fp32: 4):
 | weights | e P | e P | e (ends, and a layer or two) |
 | gradients | 4 P, and 4 P / R if R > 1 | 4 P / R, and those of a layer | the same |
 | optimizer: masters and two moments | 12 P / R | 12 P / R | 12 P / R |
-| buffers: sent gradients until their sum is taken | 4 P, at the end | 4 P + 4 P / R | the same |
+| buffers: gradients on their way, of two blocks | 4 P of the two | and 4 P / R of them | the same |
 
-NCCL's transfers hold what they send until somebody waits for them, or until they are done and a
-thread has noticed; the host is ahead of the GPU by about a micro batch, so all are counted.
+P of the two: of the largest two blocks, each a layer or an end of the model. What a transfer sends
+stays until somebody waits for it, which is when the next but one begins.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -46,6 +48,7 @@ USABLE = 0.93
 # cuBLAS has one for each thread that launches, the main one and that of backward: 32 MiB on
 # Hopper and later (8 on older ones).
 _WORKSPACES = 2 * 32 * 2**20
+_REDUCTIONS = 2  # at once: lib.parallel.data_parallel.MOST_REDUCTIONS
 _TOKEN_BYTES = 8 + 8 + 4  # of a batch: token, label, weight
 
 
@@ -174,13 +177,21 @@ class _Stage:
         chunk = self.chunks[acting]
         if chunk == 0:  # dropout of the embeddings
             activations += kept[acting] * self.layer.hidden_mask
-        more = Kinds(activations=activations, buffers=self._in_backward(chunk))
+        more = Kinds(activations=activations, gradients=self._gathered_gradients(chunk))
         if chunk == len(layers) - 1:
             norm, logits = head_kept(work)
-            head = Kinds(activations=norm, logits=logits, buffers=head_extra(work))
+            buffers = head_extra(work) + self._on_their_way(chunk, 0)
+            head = Kinds(activations=norm, logits=logits, buffers=buffers)
             yield self._found("head", sum(kept), more + head)
-        beside = Kinds(activations=chunk_backward(self.layer, layers[chunk]))
-        yield self._found("layer", sum(kept), more + beside)
+        reduces = work.sharding != "optimizer" or sum(kept) == 1  # each micro batch, or the last
+        for done in range(min(layers[chunk], 1 + (_REDUCTIONS if reduces else 0))):
+            left = layers[chunk] - done
+            gone = chunk_kept(self.layer, layers[chunk]) - chunk_kept(self.layer, left)
+            beside = Kinds(
+                activations=chunk_backward(self.layer, left) - gone,
+                buffers=self._on_their_way(chunk, done),
+            )
+            yield self._found("layer", sum(kept), more + beside)
 
     @cached_property
     def _state(self) -> Kinds:
@@ -235,38 +246,36 @@ class _Stage:
         ]
         return Kinds(buffers=self.work.element_bytes * sum(gathered))
 
-    @cached_property
-    def _sent(self) -> int:
-        """All gradients on their way to the masters."""
-        if self.work.shards == 1:
-            return 0
-        width = sum(block.width for block in self.blocks)
-        return self.work.master_bytes * self.work.shards * width
+    def _sent(self, blocks: Sequence[BlockSize], count: int) -> int:
+        """Gradients of so many layers on their way to the masters, and sums that come back.
 
-    def _in_backward(self, chunk: int) -> int:
-        """Gradients that are there for a micro batch, and those of the one before on their way."""
+        The first sum of a step is taken in its own place.
+        """
         work = self.work
-        if work.sharding == "optimizer":
+        if work.shards == 1:
             return 0
-        here = chunk_blocks(work, chunk)
+        adds = work.sharding != "optimizer" and work.micro_batches > 1
+        width = sum(sorted((block.width for block in blocks), reverse=True)[:count])
+        return work.master_bytes * width * (work.shards + adds)
+
+    def _on_their_way(self, chunk: int, done: int) -> int:
+        """What is sent when so many layers of a chunk's micro batch are through backward."""
+        if self.work.sharding != "optimizer" and self.work.micro_batches > 1:
+            return self._sent(self.blocks, _REDUCTIONS)  # at first of the micro batch before
+        return self._sent(chunk_blocks(self.work, chunk), done)
+
+    def _gathered_gradients(self, chunk: int) -> int:
+        """Gradients of a micro batch that are not reduced yet, where they do not stay."""
+        if self.work.sharding == "optimizer":
+            return 0
+        here = chunk_blocks(self.work, chunk)
         lasting = sum(block.values for block in here if block.lasts)
         layer = max((block.values for block in here if not block.lasts), default=0)
-        own = work.master_bytes * (lasting + layer)
-        if work.micro_batches == 1:
-            return own
-        # The first sum of a step is taken in its own place.
-        return own + self._sent + (self._arrived if work.micro_batches > 2 else 0)
-
-    @cached_property
-    def _arrived(self) -> int:
-        """Reduced gradients that are still to be added to those of earlier micro batches."""
-        return self.work.master_bytes * sum(block.width for block in self.blocks)
+        return self.work.master_bytes * (lasting + layer)
 
     @cached_property
     def _end(self) -> Kinds:
-        adds = self.work.sharding != "optimizer" and self.work.micro_batches > 1
-        arrived = self._arrived if adds else 0
-        return Kinds(activations=self.layer.hidden, buffers=self._sent + arrived)
+        return Kinds(activations=self.layer.hidden, buffers=self._sent(self.blocks, _REDUCTIONS))
 
 
 def _enough(work: Work) -> int:

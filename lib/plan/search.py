@@ -24,6 +24,8 @@ from lib.plan.time import StepTime, step_time
 from lib.plan.work import Work, works_of
 
 _MOST_CHUNKS = 4  # of a stage
+# Of a layout's best rate: less is not expected of a plan, while larger micro batches need memory.
+_AS_FAST = 0.98
 _NUMBER = re.compile(r"\d+")
 _SHARDINGS = ("optimizer", "gradients", "parameters")
 
@@ -70,7 +72,8 @@ class Found:
     """What a search came to.
 
     Attributes:
-        ranked: the best micro batch of each layout that fits, by expected tokens/s.
+        ranked: each layout that fits with the smallest micro batch that is about as fast as any
+            (2 %), by expected tokens/s.
         fallen: how many layouts fell out, by reason, the most first; of reasons that differ in
             numbers only, the first one's.
     """
@@ -129,7 +132,7 @@ def _shards(data: int, machines: Machines, tensor: int) -> list[int | None]:
 def _best(
     params: Params, runtime: RuntimeConfig, vocab_size: int, machines: Machines
 ) -> tuple[str, Candidate | None]:
-    """The best micro batch of a layout, or why there is none."""
+    """The smallest micro batch of a layout that is as fast as any, or why there is none."""
     layout = params.parallel
     training = params.training
     assert layout.data is not None
@@ -154,7 +157,10 @@ def _best(
         found.append(best)
     if not found:
         return _why_none_fits(work), None
-    return "", max(found, key=lambda each: each.time.tokens_per_second)
+    rates = [each.time.tokens_per_second for each in found]
+    return "", next(
+        each for each, rate in zip(found, rates, strict=True) if rate >= _AS_FAST * max(rates)
+    )
 
 
 def _fastest_that_fits(work: Work, machines: Machines) -> Candidate | None:

@@ -1,6 +1,6 @@
 """What is sent when, what is in memory when, and that nobody computes with weights of yesterday."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lib.model.loss import MicroBatch
 from lib.model.recompute import Recompute
+from lib.parallel.data_parallel import MOST_REDUCTIONS
 from lib.parallel.mesh import build_mesh
 from lib.parallel.storage import local
 from tests.distributed import run_on_ranks
@@ -147,6 +148,31 @@ def compact(order):
 def test_the_next_is_on_its_way_while_this_one_computes(sharding, expected):
     for order in run_on_ranks(2, order_on_rank, sharding):
         assert compact(order) == expected
+
+
+def under_way_on_rank(sharding):
+    """How many reductions are not waited for yet when the next one begins."""
+    watched = Watched(sharding)
+    found = []
+    blocks = watched.engine.data_parallel._blocks
+
+    def told(call, _):
+        if call == REDUCE:
+            found.append(sum(block._reducing is not None for block in blocks))
+
+    for block in blocks:
+        block.plan = replace(block.plan, shards=replace(block.plan.shards, watch=told))
+    for _ in range(2):
+        watched.engine.step(micro_batches(2))
+    return found
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_what_is_sent_is_waited_for_before_much_is_there(sharding):
+    """Fault: each micro batch's gradients stayed, whole and in fp32, until the end of the next."""
+    for found in run_on_ranks(2, under_way_on_rank, sharding):
+        assert max(found) == MOST_REDUCTIONS - 1
+        assert len(found) == (LAYERS + 2) * (2 if sharding == "optimizer" else 4)
 
 
 def memory_on_rank(sharding, recompute):

@@ -7,14 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.config.operation import RuntimeConfig
+from lib.parallel.data_parallel import MOST_REDUCTIONS
 from lib.pipeline.schedule import training_plan
 from lib.pipeline.simulate import Costs, simulate
-from lib.plan.memory import GIB, _in_flight, peak_memory, stage_memories
+from lib.plan.memory import _REDUCTIONS, GIB, _in_flight, _Stage, peak_memory, stage_memories
 from tests.plan.works import DATA, PIPELINE, REFERENCE, SINGLE, TENSOR, work
 
 MEASURED = {"1 GPU": (SINGLE, 49.8), "dp2": (DATA, 44.5), "pp2": (PIPELINE, 26.1)}
 MEASURED |= {"tp2+sp": (TENSOR, 25.1)}
 WEIGHTS = 24 * (4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048) + 2048 + 2 * 50304 * 2048
+
+
+def buffers_at(moment, planned):
+    """The most buffers of the first stage at one moment."""
+    found = [each for each in _Stage(planned, 0).moments() if each.moment == moment]
+    return max(each.kinds.buffers for each in found)
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -41,12 +48,39 @@ def test_the_state_of_two_ranks_by_hand():
     assert kinds.optimizer == 12 * WEIGHTS // 2
 
 
-def test_small_batches_of_large_models_are_fullest_at_the_end():
-    """Then the gradients that are on their way are more than what backward keeps."""
-    small = work(sizes=(1, 4), seq_length=256, data=2)
-    found = peak_memory(small)
-    assert found.moment == "end"
-    assert found.kinds.buffers > 4 * WEIGHTS
+def test_small_batches_of_large_models_are_fullest_when_parameters_are_gathered():
+    """In the compute type: what each rank sends and all that it receives."""
+    found = peak_memory(work(sizes=(1, 4), seq_length=256, data=2))
+    assert found.moment == "start"
+    sent, received = 2 * WEIGHTS // 2, 2 * WEIGHTS
+    assert found.kinds.buffers - (sent + received) == 2 * 32 * 2**20 + 4 * 256 * (20 + 128)
+
+
+def test_gradients_of_two_blocks_are_on_their_way_at_once():
+    """The largest two are the ends of the model: its table, and the output with the last norm."""
+    assert _REDUCTIONS == MOST_REDUCTIONS
+    table = 50304 * 2048
+    end = buffers_at("end", work(sizes=(1, 4), data=8))
+    base = buffers_at("end", work(sizes=(1, 4)))
+    assert end - base == 4 * (2 * table + 2048)
+    sharded = buffers_at("head", work(sizes=(1, 4), data=8, sharding="gradients"))
+    whole = buffers_at("head", work(sizes=(1, 4), data=8))
+    sums_that_come_back = 4 * (2 * table + 2048) // 8
+    assert sharded - whole == 4 * (2 * table + 2048) + sums_that_come_back
+
+
+@given(
+    size=st.sampled_from([1, 2, 4, 8, 32]),
+    count=st.integers(1, 4),
+    layout=st.sampled_from(
+        [{"data": 2}, {"data": 8}, {"data": 4, "tensor": 2}, {"data": 4, "pipeline": 2}]
+    ),
+)
+def test_what_is_sharded_more_needs_less(size, count, layout):
+    ways = ("optimizer", "gradients", "parameters")
+    found = [peak_memory(work(sizes=(size, count), sharding=way, **layout)) for way in ways]
+    totals = [each.kinds.total for each in found]
+    assert totals == sorted(totals, reverse=True)
 
 
 def test_the_first_stage_keeps_the_micro_batches_of_its_plan():

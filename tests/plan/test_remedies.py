@@ -71,6 +71,7 @@ def test_remedies_come_in_their_order_and_say_what_the_plan_says():
         "training.micro_batch_size",
         "runtime.recompute",  # full; selective saves nothing worth naming of fused attention
         "training.seq_length",
+        "parallel.sharding",
         "parallel.sequence",
         "parallel.tensor",
         "parallel.pipeline",
