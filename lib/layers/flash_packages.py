@@ -6,12 +6,12 @@
 | flash-attn 3 | flash_attn_interface | 9.x (Hopper) | no |
 | flash-attn-4 (pre-release) | flash_attn.cute | 9.0 and later | no |
 
-None is a dependency of this project. Only flash-attn-4 was ever run here (4.0.0b36 on an H200: right
-at four shapes, forward and backward); the calls follow the README of flash-attn 2, the source of
-flash-attn 3 (``hopper/flash_attn_interface.py``) and that of flash-attn-4. All three take [batch,
-sequence, heads, head dimension], any strides with a contiguous last dimension, fewer key and value
-heads than query heads, and are causal from the last key; some give the logarithm of the sums beside
-the output.
+None is a dependency of this project. Only flash-attn-4 was ever run here (4.0.0b36 on an H200:
+right at four shapes, forward and backward); the calls follow the README of flash-attn 2, the source
+of flash-attn 3 (``hopper/flash_attn_interface.py``) and that of flash-attn-4. All three take
+[batch, sequence, heads, head dimension], any strides with a contiguous last dimension, fewer key
+and value heads than query heads, and are causal from the last key; some give the logarithm of the
+sums beside the output.
 """
 
 import importlib

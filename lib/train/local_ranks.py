@@ -234,6 +234,9 @@ def _gpu_of(rank: int, size: int) -> "torch.device":
     """
     import torch
 
+    from lib.train.setup import set_nccl_defaults
+
+    set_nccl_defaults()
     count = torch.cuda.device_count()
     if size > count:
         os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}

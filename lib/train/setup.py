@@ -112,6 +112,15 @@ class TrainingParts:
         return self.phases[self.config.data.phase_index_at(consumed_samples)]
 
 
+def set_nccl_defaults() -> None:
+    """Before NCCL's first call: what is otherwise than usual, unless somebody set it.
+
+    NCCL registers the buffers of recorded collectives, which saves a copy. Replays with registered
+    buffers have hung (github.com/NVIDIA/nccl/issues/2389).
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 def start_process_group(device_type: str) -> torch.device:
     """Joins the other processes and takes this one's device.
 
@@ -123,6 +132,7 @@ def start_process_group(device_type: str) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    set_nccl_defaults()
     # gloo beside NCCL: agreeing on a stop or a checkpoint must not wait for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
