@@ -57,6 +57,7 @@ def graphs_obstacle(
         (model.hidden_dropout > 0 or model.attention_dropout > 0, "dropout draws random numbers"),
         (data.attention == "document" or data.positions == "document", "documents differ"),
         (len(data.phases) > 1, "phases differ in shape"),
+        (groups.world.watch is not None, "launch.debug watches each call"),
         (
             config.parallel.sharding != "optimizer" and groups.shards.size > 1,
             f"parallel.sharding: {config.parallel.sharding} moves memory in each micro batch",

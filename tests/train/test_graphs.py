@@ -230,6 +230,7 @@ def test_what_a_broken_off_step_was_using_goes_too():
         ({"parallel__sharding": "gradients"}, {}, {"shards": Group(0, 2)}, "cuda", "sharding"),
         ({"parallel__sharding": "gradients"}, {}, {}, "cuda", None),
         ({}, {}, {"world": Group(0, 2), "tp": Group(0, 2)}, "cuda", None),
+        ({}, {}, {"world": Group(0, 2, watch=print)}, "cuda", "launch.debug"),
     ],
 )
 def test_what_may_be_recorded(tmp_path, changes, runtime, groups, device, says):
