@@ -193,7 +193,7 @@ class Block:
         """
         self._drop_gather()
         self._is_ready = self._has_sum = False
-        if not self.plan.frees_values:
+        if self.plan.lasts or self._is_alone:
             self.begin_gather()
         if trains and not self.plan.frees_gradients:
             if replaces:

@@ -13,12 +13,12 @@ them in the compute dtype, and gradients of a step's micro batches are added up 
 Master weights and moments are sharded in all three. On a grid with replicas the shards' gradients
 are summed over the replicas as well.
 
-Collectives go on beside the work: gathers of a step all start before its first forward (for each
-use: the next layer's while this one computes), and a layer's gradients are reduced while backward
-goes on to the layers before it, those of two blocks at once: what is sent takes as much memory as
-the gradients themselves. What a layer's module is told of this are two identities in the
-graph, at its input and at its output, put there by hooks; where one rank holds everything, there
-is nothing to tell and there are no hooks.
+Collectives go on beside the work: the ends of the model are gathered before a step's first forward,
+of the layers always the next while this one computes; a layer's gradients are reduced while
+backward goes on to the layers before it, those of two blocks at once. All at once would take as
+much memory again as the parameters, or the gradients. What a layer's module is told of this are two
+identities in the graph, at its input and at its output, put there by hooks; where one rank holds
+everything, there is nothing to tell and there are no hooks.
 """
 
 from collections import deque
@@ -97,8 +97,12 @@ class DataParallel:
                 owners = {owner for module in unit.modules for owner in module.modules()}
                 held = {name: part for name, part in parts.items() if part.owner in owners}
                 self._chunks[-1].append(Block(held, masters, plan))
-            if groups.dp.size > 1:
-                self._put_hooks(units, self._chunks[-1])
+        if groups.dp.size > 1:
+            firsts = [blocks[0] for blocks in self._chunks[1:]]
+            for number, (units, blocks) in enumerate(zip(chunks, self._chunks, strict=True)):
+                # Parameters that stay are fetched across chunks, in the order of first use.
+                has_next = number < len(firsts) and kept != "parameters"
+                self._put_hooks(units, blocks, firsts[number] if has_next else None)
 
     @property
     def _blocks(self) -> list[Block]:
@@ -113,6 +117,7 @@ class DataParallel:
         """
         for block in self._blocks:
             block.start(trains=trains, replaces=replaces)
+        self._chunks[0][0].begin_gather()  # which no other module does
 
     def before_backward(self, chunk: int, *, is_last: bool) -> None:
         """Before each backward of a chunk.
@@ -159,10 +164,11 @@ class DataParallel:
         sums = total.split([each.numel() for each in partial])
         torch._foreach_copy_(partial, [s.view_as(p) for s, p in zip(sums, partial, strict=True)])
 
-    def _put_hooks(self, units: Sequence[Unit], blocks: list[Block]) -> None:
+    def _put_hooks(self, units: Sequence[Unit], blocks: list[Block], then: Block | None) -> None:
+        """Hooks of a chunk's modules, after whose last forward another block is needed, or none."""
         for place, (unit, block) in enumerate(zip(units, blocks, strict=True)):
             neighbours = (
-                blocks[place + 1] if place + 1 < len(blocks) else None,
+                blocks[place + 1] if place + 1 < len(blocks) else then,
                 blocks[place - 1] if place > 0 else None,
             )
             unit.modules[0].register_forward_pre_hook(partial(self._enter, block, neighbours))

@@ -3,7 +3,7 @@
 Not a sum of maxima: what is there is added up at each of a few moments of a step, and the largest
 sum is the answer. Moments, of each pipeline stage:
 
-    start     parameters of all blocks are being gathered; nothing is kept yet
+    start     the ends of the model and a layer are being gathered; nothing is kept yet
     head      the logits and their gradient are there, and all that the last micro batch kept
     layer     backward is in the last layer of a chunk (or in the first that is computed again), or
               one or two layers further, whose gradients are on their way to the ranks that hold
@@ -237,14 +237,13 @@ class _Stage:
 
     @cached_property
     def _start(self) -> Kinds:
+        """The ends of the model on their way to this rank, and a layer if it is to stay."""
         if self.work.shards == 1:
             return Kinds()
-        gathered = [
-            self._gather_width(block)
-            for block in self.blocks
-            if block.lasts or self.work.sharding != "parameters"
-        ]
-        return Kinds(buffers=self.work.element_bytes * sum(gathered))
+        layers = [self._gather_width(block) for block in self.blocks if not block.lasts]
+        ends = [self._gather_width(block) for block in self.blocks if block.lasts]
+        layer = 0 if self.work.sharding == "parameters" else max(layers, default=0)
+        return Kinds(buffers=self.work.element_bytes * (sum(ends) + layer))
 
     def _sent(self, blocks: Sequence[BlockSize], count: int) -> int:
         """Gradients of so many layers on their way to the masters, and sums that come back.

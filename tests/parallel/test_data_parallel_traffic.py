@@ -138,10 +138,10 @@ def compact(order):
 @pytest.mark.parametrize(
     ("sharding", "expected"),
     [
-        # All gathers before the first forward; each layer's gradients while backward goes on.
-        ("optimizer", "G G G G G F0 F1 F2 R B2 R B1 R B0 R R"),
-        ("gradients", "G G G G G F0 F1 F2 R B2 R B1 R B0 R R"),
-        # The ends first; then always the next layer before this one computes.
+        # The ends first; then always the next layer before this one computes; each layer's
+        # gradients while backward goes on.
+        ("optimizer", "G G G G F0 G F1 F2 R B2 R B1 R B0 R R"),
+        ("gradients", "G G G G F0 G F1 F2 R B2 R B1 R B0 R R"),
         ("parameters", "G G G G F0 G F1 F2 R G G B2 R G B1 R B0 R R"),
     ],
 )

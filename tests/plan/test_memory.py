@@ -48,12 +48,14 @@ def test_the_state_of_two_ranks_by_hand():
     assert kinds.optimizer == 12 * WEIGHTS // 2
 
 
-def test_small_batches_of_large_models_are_fullest_when_parameters_are_gathered():
-    """In the compute type: what each rank sends and all that it receives."""
-    found = peak_memory(work(sizes=(1, 4), seq_length=256, data=2))
-    assert found.moment == "start"
-    sent, received = 2 * WEIGHTS // 2, 2 * WEIGHTS
-    assert found.kinds.buffers - (sent + received) == 2 * 32 * 2**20 + 4 * 256 * (20 + 128)
+def test_a_step_is_not_fullest_when_parameters_come():
+    """They come a layer at a time, in the compute type; all at once they were most of it."""
+    planned = work(sizes=(1, 4), seq_length=256, data=2)
+    assert peak_memory(planned).moment != "start"
+    layer = 4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048
+    ends = 2 * 50304 * 2048 + 2048
+    state = 2 * 32 * 2**20 + 4 * 256 * 20 + 4 * 256 * 128
+    assert buffers_at("start", planned) == state + 2 * (ends + layer) * (1 + 2) // 2
 
 
 def test_gradients_of_two_blocks_are_on_their_way_at_once():
