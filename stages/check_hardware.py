@@ -14,6 +14,7 @@ from lib.errors import UserError
 from lib.hardware.facts import Facts, read_facts
 from lib.hardware.findings import Finding, as_record, failed_by, run_checks
 from lib.hardware.machine import MACHINE_CHECKS
+from lib.output_file import OutputFile
 
 
 @plain_command
@@ -21,7 +22,7 @@ from lib.hardware.machine import MACHINE_CHECKS
 @click.option(
     "--json",
     "record",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Write findings and ceilings to a file.",
 )
 @click.option(

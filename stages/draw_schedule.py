@@ -16,6 +16,7 @@ from lib.config.params_file import ParamsFile, read_params
 from lib.config.schema import ParallelConfig, TrainingSection
 from lib.console import say, table
 from lib.errors import UserError
+from lib.output_file import OutputFile
 from lib.pipeline.drawing import as_svg, as_text
 from lib.pipeline.schedule import training_plan
 from lib.pipeline.simulate import Costs, Timeline, bubble_formula, simulate
@@ -46,7 +47,7 @@ class Shape:
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     default=Path("outputs/schedule.svg"),
     show_default=True,
     help="The picture to write.",

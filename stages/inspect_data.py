@@ -32,6 +32,7 @@ from lib.data.tokenized_corpus import TokenizedCorpus
 from lib.data.tokenizer import TextTokenizer, load_tokenizer
 from lib.data.tokens_manifest import TokensManifest
 from lib.errors import UserError
+from lib.output_file import OutputFile
 from lib.workflow.sample_view import SampleView
 from lib.workflow.step_documents import FoundPiece, FoundSample, RankLayout, RunDocuments, Step
 
@@ -237,7 +238,7 @@ def _as_object(sample: FoundSample) -> dict[str, object]:
 @click.argument("name", required=False)
 @click.option(
     "--picture",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Write the lengths of the documents of corpus NAME as SVG.",
 )
 def corpus(params: Path, name: str | None, picture: Path | None) -> None:

@@ -11,6 +11,7 @@ import click
 from lib.cli import plain_command
 from lib.console import say
 from lib.errors import UserError
+from lib.output_file import OutputFile
 from lib.train.hardware import cuda_device_names
 from lib.workflow.kernel_report import Conditions, tell
 from lib.workflow.shapes import REFERENCES, Shape
@@ -29,7 +30,7 @@ from lib.workflow.shapes import REFERENCES, Shape
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Append a line of JSON per kernel and pass to this file.",
 )
 def main(shapes: tuple[str, ...], json_file: Path | None) -> None:

@@ -20,6 +20,7 @@ from lib.config.run_config import RunConfig, resolve
 from lib.config.schema import ModelConfig
 from lib.console import say, table, warn
 from lib.errors import UserError
+from lib.output_file import OutputFile
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
 from lib.train.hardware import choose_threads, cuda_device_names
 from lib.workflow.plan_cases import HEADERS, Case, Checked, RankUse, usual_cases
@@ -33,7 +34,6 @@ _STEPS = 10  # of each case, one more than are taken: batches are read ahead
 _PLAN = TimingPlan(warmup=6, steps=3)  # by then a run has settled on CUDA graphs or against them
 _WAY = "drydock"
 _SECONDS = 900.0
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @stage_command
@@ -41,8 +41,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--gpus", type=click.IntRange(1), help="At most so many.  [default: all here, up to 2]"
 )
 @click.option("--model", multiple=True, help="Only cases of this model, such as 7b; repeatable.")
-@click.option("--ceilings", type=_FILE, help="JSON of measured rates: see docs/planning.md.")
-@click.option("--json", "json_file", type=_FILE, help="Write all figures to this file.")
+@click.option(
+    "--ceilings",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSON of measured rates: see docs/planning.md.",
+)
+@click.option("--json", "json_file", type=OutputFile(), help="Write all figures to this file.")
 def main(
     params: Path,
     gpus: int | None,

@@ -26,6 +26,7 @@ from lib.config.schema import ParallelConfig
 from lib.console import say
 from lib.errors import UserError
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
+from lib.output_file import OutputFile
 from lib.train.comparison_cases import layout_name
 from lib.train.hardware import choose_threads, cpu_name, cuda_device_names, cuda_memory_bytes
 from lib.workflow.measured_works import OF_THE_FILE, Device, Machine, Options, Work, works_of
@@ -91,7 +92,7 @@ class Setting:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     help="Append a line of JSON per measurement to this file.",
 )
 def main(params: Path, **options: Unpack[Options]) -> None:

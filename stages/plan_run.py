@@ -27,6 +27,7 @@ from lib.config.run_config import Params
 from lib.console import say, table, warn
 from lib.data.options import TokenizerOptions
 from lib.errors import InvalidParams, UserError
+from lib.output_file import OutputFile
 from lib.pipeline.simulate import bubble_formula
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
 from lib.plan.memory import GIB, peak_memory, stage_memories
@@ -51,7 +52,6 @@ from lib.train.hardware import cuda_device_names, cuda_memory_bytes
 _SHOWN = 15
 _TOKENIZER = Path(TOKENIZER_INFO)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 class Options(TypedDict):
@@ -78,7 +78,7 @@ class Options(TypedDict):
 @click.option("--memory", type=_POSITIVE, help="Of a GPU, GiB.  [default: as its kind has]")
 @click.option(
     "--ceilings",
-    type=_FILE,
+    type=click.Path(path_type=Path, dir_okay=False),
     help="Measured rates: a record of check_hardware --json, or as docs/planning.md says.",
 )
 @click.option(
@@ -89,7 +89,9 @@ class Options(TypedDict):
 @click.option("--search", is_flag=True, help="Rank all layouts by expected tokens/s.")
 @click.option("--write", is_flag=True, help="With --search: write the first one to params.yaml.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-@click.option("--picture", type=_FILE, help="Draw the memory of each stage to this .svg file.")
+@click.option(
+    "--picture", type=OutputFile(), help="Draw the memory of each stage to this .svg file."
+)
 def main(params: Path, **options: Unpack[Options]) -> None:
     """Says what a training run needs of a GPU before one is taken: memory by kind, time of a step.
 
@@ -213,7 +215,6 @@ def _tell(work: Work, warnings: list[str], machines: Machines, options: Options)
 
 
 def _draw(path: Path, picture: str, options: Options) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(path, picture)
     if not options["as_json"]:
         say(f"wrote {path}")

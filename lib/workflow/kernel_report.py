@@ -62,6 +62,7 @@ def tell(found: Sequence[KernelTimes], conditions: Conditions, json_file: Path |
     rows = [row for each in found for row in kernel_rows(each, conditions.copy_rate)]
     table(title, rows, headers=HEADERS)
     if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         with json_file.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for each in found for line in json_lines(each, conditions))
 

@@ -177,6 +177,7 @@ def tell(found: Sequence[Measurement], json_file: Path | None) -> None:
             table(f"{ours.subject.shape} {ours.subject.layout}: a step", rows, headers=headers)
     table(f"training on {found[0].device_name}", figure_rows(found), headers=HEADERS)
     if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         with json_file.open("a", encoding="utf-8") as file:
             file.writelines(each.json_line() + "\n" for each in found)
 
