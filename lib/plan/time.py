@@ -50,9 +50,7 @@ class StepTime:
 
     Attributes:
         seconds: of all of it.
-        compute: of the slowest stage's GPU at work, update included.
         exposed: of transfers that nothing hides.
-        waiting: what the pipeline adds.
         host_bound: whether the host sets the pace.
         bubble: share of the step in which a pipeline stage waits.
         tokens: of a step.
@@ -61,9 +59,7 @@ class StepTime:
     """
 
     seconds: float
-    compute: float
     exposed: float
-    waiting: float
     host_bound: bool
     bubble: float
     tokens: int
@@ -92,10 +88,8 @@ def step_time(work: Work, ceilings: Ceilings, gpus_per_node: int | None = None) 
     return _Step(work, ceilings, gpus_per_node or work.ranks).found()
 
 
-def bubble_seconds(
-    chunk_seconds: list[float], stages: int, micro_batches: int
-) -> tuple[float, float]:
-    """How long a pipeline takes, and how long its slowest stage works, by the schedule.
+def pipeline_seconds(chunk_seconds: list[float], stages: int, micro_batches: int) -> float:
+    """How long a pipeline takes by the schedule.
 
     In closed form: the slowest stage works all the time but while the first micro batch comes to
     it and the last one leaves it, which takes a chunk of each other stage. Exact for equal chunks;
@@ -113,7 +107,7 @@ def bubble_seconds(
     others = (sum(by_stage) - slowest) / chunks
     # With fewer micro batches than stages a stage waits for its own output to come around.
     around = (chunks - 1) * max(0, stages - micro_batches) * slowest / chunks
-    return micro_batches * slowest + others + around, micro_batches * slowest
+    return micro_batches * slowest + others + around
 
 
 @dataclass(frozen=True)
@@ -133,19 +127,16 @@ class _Step:
         each = [max(g + x, h) for g, x, h in zip(gpu, exposed, host, strict=True)]
         if stages > 1:
             each = [seconds * _BESIDE_TRANSFERS + self._hop for seconds in each]
-        whole, busy = bubble_seconds(each, stages, count)
-        update = self._update
-        data = self._data_exposed(count * sum(each) / stages)
-        seconds = whole + update + data
+        whole = pipeline_seconds(each, stages, count)
+        mean = count * sum(each) / stages
+        data = self._data_exposed(mean)
+        seconds = whole + self._update + data
         place = max(range(stages), key=lambda stage: sum(each[stage::stages]))
         transfers = count * sum(exposed[place::stages]) + data
-        mean = count * sum(each) / stages
         flops = training_flops_per_token(work.model, work.seq_length, work.vocab_size)
         return StepTime(
             seconds=seconds,
-            compute=count * sum(gpu[place::stages]) + update,
             exposed=transfers,
-            waiting=whole - busy,
             host_bound=sum(host[place::stages])
             >= sum(gpu[place::stages]) + sum(exposed[place::stages]),
             bubble=1 - mean / whole,

@@ -30,6 +30,7 @@ from lib.plan.work import works_of
 
 _LONG = 1_000_000
 _RATE = 1e-4
+_DOCUMENT_TOKENS = 70
 
 Compute = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -162,7 +163,7 @@ def measured_run(shape: Shape, layout: ParallelConfig, compute: Compute) -> Para
     return run
 
 
-def documents_for(shape: Shape, steps: int, copies: int, tokens_each: int = 70) -> int:
+def documents_for(shape: Shape, steps: int, copies: int) -> int:
     """Documents of random tokens for so many steps; for very many they are read again."""
     tokens = steps * copies * shape.micro_batches * shape.micro_batch_size * shape.seq_length
-    return 200 + shape.seq_length + min(50_000, tokens // tokens_each)
+    return 200 + shape.seq_length + min(50_000, tokens // _DOCUMENT_TOKENS)

@@ -10,7 +10,7 @@ from lib.config.operation import RuntimeConfig
 from lib.pipeline.schedule import training_plan
 from lib.pipeline.simulate import Costs, bubble_formula, simulate
 from lib.plan.ceilings import H200
-from lib.plan.time import bubble_seconds, step_time
+from lib.plan.time import pipeline_seconds, step_time
 from tests.plan.works import DATA, PIPELINE, SINGLE, SMALL, TENSOR, work
 
 LAUNCHED = RuntimeConfig(cuda_graphs="off")
@@ -51,8 +51,9 @@ def test_equal_chunks_take_what_the_simulator_says(stages, chunks, count, cost):
     plans = [training_plan(stage, stages, chunks, count) for stage in range(stages)]
     slabs = stages * chunks
     timeline = simulate(plans, Costs.uniform(slabs, forward=cost / 3, backward=cost * 2 / 3))
-    whole, busy = bubble_seconds([cost] * slabs, stages, count)
+    whole = pipeline_seconds([cost] * slabs, stages, count)
     assert whole == pytest.approx(timeline.makespan)
+    busy = count * chunks * cost
     assert 1 - busy / whole == pytest.approx(bubble_formula(stages, chunks, count))
 
 
@@ -61,7 +62,7 @@ def test_unequal_stages_take_about_what_the_simulator_says(costs, count):
     stages = len(costs)
     plans = [training_plan(stage, stages, 1, count) for stage in range(stages)]
     halves = Costs(tuple(c / 3 for c in costs), tuple(c * 2 / 3 for c in costs))
-    whole, _ = bubble_seconds(costs, stages, count)
+    whole = pipeline_seconds(costs, stages, count)
     simulated = simulate(plans, halves).makespan
     # Too long at most, where the first stage is the slowest and there are few micro batches.
     assert simulated * (1 - 1e-9) <= whole <= 1.25 * simulated
