@@ -5,7 +5,6 @@ GPUs. docs/planning.md says what is counted.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -15,17 +14,14 @@ from ruamel.yaml.comments import CommentedMap
 from lib.atomic import write_text_atomically
 from lib.cli import stage_command
 from lib.config.advice import pipeline_waits_little
-from lib.config.data_rules import TOKENIZER_INFO
 from lib.config.launch_plan import process_count
 from lib.config.operation import LaunchConfig, RuntimeConfig
 from lib.config.params_file import ParamsFile, read_params
-from lib.config.params_problems import location_of
 from lib.config.presets import Change, merge_preset, to_text
 from lib.config.rule import problems_of
 from lib.config.rules import broken_rules
 from lib.config.run_config import Params
 from lib.console import say, table, warn
-from lib.data.options import TokenizerOptions
 from lib.errors import InvalidParams, UserError
 from lib.output_file import OutputFile
 from lib.pipeline.simulate import bubble_formula
@@ -46,11 +42,11 @@ from lib.plan.report import (
 )
 from lib.plan.search import Candidate, Found, Machines, search
 from lib.plan.time import step_time
+from lib.plan.vocabulary import vocabulary_of
 from lib.plan.work import Work, works_of
 from lib.train.hardware import cuda_device_names, cuda_memory_bytes
 
 _SHOWN = 15
-_TOKENIZER = Path(TOKENIZER_INFO)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -144,29 +140,15 @@ def _check(file: ParamsFile, sections: Params, vocab_size: int, *, lays: bool) -
     known: dict[str, object] = {**vars(sections), "vocab_size": vocab_size}
     if not lays:
         known.pop("parallel")
-    problems = [
-        replace(each, where=file.where(*location_of(each.field))) for each in broken_rules(known)
-    ]
-    if problems:
-        raise InvalidParams(problems)
+    if problems := broken_rules(known):
+        raise InvalidParams(file.located(problems))
 
 
 def _vocab_size(file: ParamsFile) -> int:
-    """Of the tokenizer that is there, or is to be trained."""
-    if _TOKENIZER.is_file():
-        try:
-            return int(json.loads(_TOKENIZER.read_text(encoding="utf-8"))["vocab_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{_TOKENIZER}: has no vocab_size ({error}); give --vocab-size"
-            ) from None
-    tokenizer = file.section("tokenizer", TokenizerOptions)
-    if tokenizer.kind == "train_bpe":
-        return tokenizer.vocab_size
-    raise UserError(
-        f"tokenizer.kind = {tokenizer.kind}: the vocabulary is known once prepare_tokenizer has "
-        "run; give --vocab-size"
-    )
+    try:
+        return vocabulary_of(file)
+    except UserError as error:
+        raise UserError(f"{error}; or give --vocab-size") from None
 
 
 def _machines(options: Options, launch: LaunchConfig) -> Machines:

@@ -17,7 +17,7 @@ from lib.cli import stage_command
 from lib.config.advice import ADVICE
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_facts import Phase
-from lib.config.data_rules import TOKENIZER_INFO, TokenizerFacts
+from lib.config.data_rules import TokenizerFacts, read_tokenizer_facts
 from lib.config.data_section import DataSection
 from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
 from lib.config.launch_plan import process_count
@@ -40,6 +40,7 @@ from lib.errors import InvalidParams, Problem, UserError
 from lib.layers.attention_limits import PACKAGE_MODULES
 from lib.pipeline.simulate import bubble_formula
 from lib.plan.remedies import PLAN_ADVICE
+from lib.plan.vocabulary import decided_vocabulary
 from lib.plan.work import works_of, works_of_run
 from lib.train.attention_rules import ATTENTION_ADVICE, ATTENTION_RULES
 from lib.train.hardware import Machine, cuda_devices, installed
@@ -239,8 +240,8 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
 
 def _known_vocabulary(tokenizer: object) -> dict[str, object]:
     """The size of the vocabulary, where params.yaml decides it."""
-    if isinstance(tokenizer, TokenizerOptions) and tokenizer.kind == "train_bpe":
-        return {"vocab_size": tokenizer.vocab_size}
+    if isinstance(tokenizer, TokenizerOptions) and (size := decided_vocabulary(tokenizer)):
+        return {"vocab_size": size}
     return {}
 
 
@@ -272,31 +273,6 @@ def count_kept_tokens(weights: GivenWeights, tokenizer_facts: TokenizerFacts) ->
     if WEIGHTS_TOKENIZER not in record.files or record.vocab_size > wanted:
         return 0
     return common_beginning(theirs, Path(TOKENIZER_FILE), record.vocab_size)
-
-
-def read_tokenizer_facts() -> TokenizerFacts:
-    """What the prepared tokenizer says of itself.
-
-    Read as plain JSON, not by ``lib.data.tokenizer``, whose import of ``tokenizers`` would take
-    longer than all the rest.
-    """
-    try:
-        info = json.loads(Path(TOKENIZER_INFO).read_text(encoding="utf-8"))
-        return TokenizerFacts(
-            fingerprint=info["fingerprint"],
-            vocab_size=info["vocab_size"],
-            eod_id=info["end_of_document"]["id"],
-        )
-    except FileNotFoundError:
-        raise UserError(
-            f"{TOKENIZER_INFO}: not there; the prepare_tokenizer stage writes it"
-        ) from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{TOKENIZER_INFO}: damaged ({reason}); write it again: dvc repro --force "
-            "prepare_tokenizer"
-        ) from None
 
 
 def summarise(run_config: RunConfig) -> None:

@@ -5,9 +5,11 @@
 corpus has is the business of ``lib.config.blend_rules``.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from lib.config.data_facts import TokensFacts
@@ -20,7 +22,7 @@ from lib.config.data_section import (
 )
 from lib.config.operation import EvaluateConfig
 from lib.config.schema import Section, TrainingSection
-from lib.errors import Problem
+from lib.errors import Problem, UserError
 
 TOKENIZER_INFO = "data/tokenizer/tokenizer_info.json"
 
@@ -38,6 +40,34 @@ class TokenizerFacts(Section):
 
     eod_id: int
     """Id of the end-of-document token."""
+
+
+def read_tokenizer_facts() -> TokenizerFacts:
+    """What data/tokenizer says of itself.
+
+    Read as plain JSON, not by ``lib.data.tokenizer``, whose import of ``tokenizers`` would take
+    longer than all the rest.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        info = json.loads(Path(TOKENIZER_INFO).read_text(encoding="utf-8"))
+        return TokenizerFacts(
+            fingerprint=info["fingerprint"],
+            vocab_size=info["vocab_size"],
+            eod_id=info["end_of_document"]["id"],
+        )
+    except FileNotFoundError:
+        raise UserError(
+            f"{TOKENIZER_INFO}: not there; the prepare_tokenizer stage writes it"
+        ) from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{TOKENIZER_INFO}: damaged ({reason}); write it again: dvc repro --force "
+            "prepare_tokenizer"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from lib.config.params_file import ParamsFile
 from lib.config.run_config import Params
 from lib.config.schema import ParallelConfig
 from lib.console import say
-from lib.data.options import TokenizerOptions
 from lib.errors import UserError
+from lib.plan.vocabulary import vocabulary_of
 from lib.workflow.shapes import REFERENCES, Compute, Shape, measured_run, usual_layouts
 
 OF_THE_FILE = "params"
@@ -113,7 +113,7 @@ def _named(file: ParamsFile, name: str, device: Device) -> tuple[Shape, Parallel
     shape = Shape(
         name,
         sections.model.model_copy(update=still),
-        file.section("tokenizer", TokenizerOptions).vocab_size,
+        vocabulary_of(file),
         training.seq_length,
         training.micro_batch_size,
         max(1, training.global_batch_size // training.micro_batch_size),

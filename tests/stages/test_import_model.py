@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lib.checkpoint.huggingface import to_huggingface
+from lib.config.data_rules import read_tokenizer_facts
 from lib.config.initial_weights import WeightsRecord
 from lib.config.params_file import parse_params, read_params
 from lib.config.schema import TrainingSection
@@ -14,7 +15,7 @@ from lib.data.options import TokenizerOptions
 from lib.errors import UserError
 from stages.import_model import main
 from stages.prepare_tokenizer import prepare_tokenizer
-from stages.validate_config import read_given_weights, read_tokenizer_facts
+from stages.validate_config import read_given_weights
 from tests.checkpoint.test_huggingface import VOCABULARY, llama, weights
 from tests.data.tiny_tokenizer import save_tiny
 

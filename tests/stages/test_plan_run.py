@@ -89,11 +89,21 @@ def test_other_gpus_are_estimated(folder):
 def test_the_vocabulary_of_a_tokenizer_that_is_there(folder):
     small = json.loads(run(*H200S, "--json").output)
     (folder / "data" / "tokenizer").mkdir(parents=True)
-    (folder / "data" / "tokenizer" / "tokenizer_info.json").write_text('{"vocab_size": 50304}')
+    info = {"fingerprint": "f", "vocab_size": 50304, "end_of_document": {"id": 0}}
+    (folder / "data" / "tokenizer" / "tokenizer_info.json").write_text(json.dumps(info))
     large = json.loads(run(*H200S, "--json").output)
     given = json.loads(run(*H200S, "--json", "--vocab-size", "4096").output)
     logits = [answer["stages"][0]["bytes"]["logits"] for answer in (small, large, given)]
     assert logits[0] == logits[2] < logits[1]
+
+
+def test_a_given_tokenizer_has_its_own_vocabulary(folder):
+    changed(folder, tokenizer={"kind": "tokenizer_json", "path": "my.json"})
+    done = run(*H200S)
+    assert done.exit_code == 1
+    assert "tokenizer.kind = tokenizer_json" in done.output
+    assert "--vocab-size" in done.output
+    assert run(*H200S, "--vocab-size", "4096").exit_code == 0
 
 
 def test_the_picture(folder):

@@ -191,7 +191,8 @@ def test_parts_of_both_ways_stand_side_by_side(tmp_path):
 
 
 @pytest.fixture
-def file():
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without a tokenizer
     return read_params(ROOT / "params.yaml")
 
 
@@ -207,6 +208,20 @@ def test_a_cpu_takes_the_model_of_the_file(file):
     assert (work.shape.vocab_size, work.shape.micro_batches) == (4096, 2)
     found = works(file, Machine("cpu"), shape=("125m",), data=2, micro_batch=1)
     assert found == [("125m", 1, ParallelConfig(data=2))]
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(file, tmp_path):
+    text = file.path.read_text().replace("  kind: train_bpe", "  kind: sentencepiece")
+    text = text.replace("  path: null", "  path: my.model")
+    (tmp_path / "params.yaml").write_text(text)
+    file = read_params(tmp_path / "params.yaml")
+    with pytest.raises(UserError, match=r"tokenizer\.kind = sentencepiece"):
+        works_of(file, NO_OPTIONS, Machine("cpu"))
+    info = {"fingerprint": "f", "vocab_size": 50257, "end_of_document": {"id": 0}}
+    (tmp_path / "data" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "data" / "tokenizer" / "tokenizer_info.json").write_text(json.dumps(info))
+    (work,) = works_of(file, NO_OPTIONS, Machine("cpu"))
+    assert work.shape.vocab_size == 50257
 
 
 def test_gpus_take_what_fits_them(file):
