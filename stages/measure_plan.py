@@ -23,6 +23,7 @@ from lib.errors import UserError
 from lib.output_file import OutputFile
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
 from lib.train.hardware import choose_threads, cuda_device_names
+from lib.train.memory_crash import memory_error
 from lib.workflow.plan_cases import HEADERS, Case, Checked, RankUse, usual_cases
 from lib.workflow.shapes import documents_for
 from lib.workflow.step_figures import TimingPlan
@@ -134,7 +135,7 @@ def _measure(
             device="cuda" if device == "cuda" else "cpu",
         )
     except AssertionError as error:
-        if "OutOfMemoryError" not in str(error):
+        if memory_error(str(error)) is None:
             raise
         warn(f"{cases[0].text()}: does not fit into these GPUs")
         return []
@@ -198,8 +199,9 @@ def measure_cases_on_rank(
             found.append(use)
             if is_alone:
                 say(Checked.of(case, [use], rates).line())
-        except torch.OutOfMemoryError as error:
-            if not is_alone:  # the others wait for this one
+        except RuntimeError as error:
+            # With others, these wait for this one.
+            if not is_alone or memory_error(f"{type(error).__name__}: {error}") is None:
                 raise
             found.append(None)
             warn(f"{case.text()}: {str(error).splitlines()[0]}")

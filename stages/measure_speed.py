@@ -29,6 +29,7 @@ from lib.model.flops import dense_peak_tflops, training_flops_per_token
 from lib.output_file import OutputFile
 from lib.train.comparison_cases import layout_name
 from lib.train.hardware import choose_threads, cpu_name, cuda_device_names, cuda_memory_bytes
+from lib.train.memory_crash import memory_error
 from lib.workflow.measured_works import OF_THE_FILE, Device, Machine, Options, Work, works_of
 from lib.workflow.shapes import REFERENCES, documents_for, measured_run
 from lib.workflow.speed_report import OURS, Measurement, Subject, summaries, tell
@@ -214,7 +215,7 @@ def _on_ranks(
     try:
         return run_on_ranks(size, function, *arguments, timeout=_SECONDS, device=device)
     except AssertionError as error:
-        if "OutOfMemoryError" not in str(error):
+        if memory_error(str(error)) is None:
             raise
         say("  the GPU's memory is too small; a smaller --micro-batch or --recompute may do")
         return []

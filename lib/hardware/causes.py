@@ -7,6 +7,8 @@ for, the most telling first.
 import re
 from dataclasses import dataclass
 
+from lib.train.memory_crash import SIGNS
+
 _LONGEST_LINE = 200
 # Our own functions on a stack, of faulthandler or a traceback; try_... says what was being tried.
 _OWN_FUNCTION = re.compile(r'File ".*lib/hardware/\w+\.py", line \d+,? in (\w+)')
@@ -69,7 +71,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "ask for as many processes as `nvidia-smi -L` lists, and look at CUDA_VISIBLE_DEVICES",
     ),
     (
-        r"OutOfMemoryError|CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+        SIGNS,
         "the GPU's memory is taken, by other programs most likely",
         "end the programs that `nvidia-smi` lists",
     ),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 # torch's allocator, the driver, NCCL, and cuBLAS: the last two ask the driver themselves.
-_SIGN = re.compile(
+SIGNS = (
     r"OutOfMemoryError|CUDA (error: )?out of memory|CUDA_ERROR_OUT_OF_MEMORY|"
     r"Cuda failure \d+ 'out of memory'|CUBLAS_STATUS_ALLOC_FAILED"
 )
@@ -20,7 +20,7 @@ _SECONDS = 60.0
 def memory_error(report: str) -> str | None:
     """The line of a traceback by which GPU memory was out, the last if there are several."""
     # A line of source is indented: one that handles such an error is none.
-    lines = [line for line in report.splitlines() if line[:1].strip() and _SIGN.search(line)]
+    lines = [line for line in report.splitlines() if line[:1].strip() and re.search(SIGNS, line)]
     return lines[-1] if lines else None
 
 

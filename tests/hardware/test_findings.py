@@ -4,12 +4,12 @@ import json
 import time
 
 import pytest
-import torch
 
 from lib.hardware import findings as findings_module
 from lib.hardware.causes import explain
 from lib.hardware.facts import Facts
 from lib.hardware.findings import Check, Finding, as_record, ceilings, fine, run_checks
+from tests.train.test_memory_crash import LINES
 
 
 def test_a_check_that_raises_ends_no_other():
@@ -84,8 +84,12 @@ def test_the_telling_line_and_place_are_shown():
     innermost_last = "\n".join([*lines[:2], *lines[:1:-1]])
     assert explain(AssertionError(innermost_last)).seen == wanted
     assert len(explain(RuntimeError("x" * 5000)).seen) < 250
-    memory = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
-    assert "nvidia-smi" in memory.remedy
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_memory_that_is_out_is_never_taken_for_another_fault(line):
+    cause = explain(RuntimeError(f"rank 0 raised\nTraceback\n{line}"))
+    assert cause.meaning.startswith("the GPU's memory is taken")
 
 
 def test_ceilings_are_of_the_slowest_device_and_of_one_kind():

@@ -84,17 +84,18 @@ def test_other_failures_and_explainers_that_fail_say_no_more(folder):
     assert explain_memory_error((), 0, 1, report) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "torch.cuda.OutOfMemoryError: CUDA out of memory",
-        "RuntimeError: CUDA error: out of memory",
-        "torch.AcceleratorError: CUDA error: out of memory",
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Last error: Cuda failure 2 'out of memory'",
-    ],
-)
+# As torch, cuBLAS and NCCL write them.
+LINES = [
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "torch.cuda.OutOfMemoryError: CUDA out of memory",
+    "RuntimeError: CUDA error: out of memory",
+    "torch.AcceleratorError: CUDA error: out of memory",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "Last error: Cuda failure 2 'out of memory'",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_signs(line):
     assert memory_error(f"Traceback:\n  File 'a.py'\n{line}\n") == line
 

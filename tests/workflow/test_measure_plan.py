@@ -90,16 +90,24 @@ def test_what_was_measured_stays_when_the_next_group_ends_it(tmp_path, monkeypat
     assert len(json.loads(file.read_text())) == 2
 
 
-def test_lines_come_case_by_case(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory\nmore"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate\nmore"),
+    ],
+)
+def test_lines_come_case_by_case(tmp_path, capsys, monkeypatch, error):
     """On the only rank, also where a run has no memory."""
     cases = [case for case in usual_cases(RUNTIME, 0) if case.ranks == 1]
-    outcomes = [torch.OutOfMemoryError("CUDA out of memory\nmore"), use()]
+    outcomes = [error, use()]
 
     def measured(*_run):
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
             raise outcome
-        assert "CUDA out of memory" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert str(error).splitlines()[0] in " ".join(told.split())
         return outcome
 
     monkeypatch.setattr(measure_plan, "_measure_run", measured)
