@@ -16,7 +16,7 @@ from lib.console import say
 from lib.errors import UserError
 from lib.plan.memory import stage_memory
 from lib.plan.out_of_memory import explain
-from lib.plan.work import works_of_run
+from lib.plan.work import works_of
 
 
 @stage_command
@@ -40,7 +40,8 @@ def main(params: Path, processes: int, rank: int, run_config: Path) -> None:
     if rank >= processes:
         raise UserError(f"--rank {rank}: must be below --processes {processes}")
     runtime = read_params(params).section("runtime", RuntimeConfig)
-    works = works_of_run(RunConfig.load(run_config), runtime, processes)
+    config = RunConfig.load(run_config)
+    works = works_of(config, runtime, config.data.vocab_size, processes)
     # Stages are the slowest axis of the grid of ranks.
     stage = rank * works[0].parallel.pipeline // processes
     work = max(works, key=lambda each: stage_memory(each, stage).kinds.total)

@@ -41,7 +41,7 @@ from lib.layers.attention_limits import PACKAGE_MODULES
 from lib.pipeline.simulate import bubble_formula
 from lib.plan.remedies import PLAN_ADVICE
 from lib.plan.vocabulary import decided_vocabulary
-from lib.plan.work import works_of, works_of_run
+from lib.plan.work import works_of
 from lib.train.attention_rules import ATTENTION_ADVICE, ATTENTION_RULES
 from lib.train.hardware import Machine, cuda_devices, installed
 from lib.train.machine_rules import machine_findings
@@ -174,10 +174,7 @@ def _planned_facts(
     memory = min(gpu.memory_bytes for gpu in here.gpus[:processes])
     if memory == 0:
         return {}
-    if isinstance(config, RunConfig):
-        works = works_of_run(config, runtime, processes * here.nodes)
-    else:
-        works = works_of(config, runtime, vocab_size, processes * here.nodes)
+    works = works_of(config, runtime, vocab_size, processes * here.nodes)
     return {"works": works, "gpu_memory": memory}
 
 

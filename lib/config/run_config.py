@@ -5,6 +5,7 @@ deterministic, so that DVC sees a change only where there is one.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_facts import DataFacts, Phase, TokensFacts, resolve_data
-from lib.config.data_section import DataSection, planned_phases
+from lib.config.data_section import DataSection, PlannedPhase, planned_phases
 from lib.config.operation import CheckpointConfig
 from lib.config.params_file import ParamsFile
 from lib.config.schema import (
@@ -167,6 +168,20 @@ class Params:
     def longest_seq_length(self) -> int:
         """Tokens of the longest sample of any phase."""
         return longest_seq_length(self.training, self.data)
+
+
+def resolved_model(config: RunConfig | Params) -> ModelConfig:
+    """The model with its nulls filled in."""
+    if isinstance(config, RunConfig):
+        return config.model
+    return resolve_model(config.model, config.longest_seq_length)
+
+
+def phases_of(config: RunConfig | Params) -> Sequence[Phase | PlannedPhase]:
+    """The parts of the training in their order, each with its lengths."""
+    if isinstance(config, RunConfig):
+        return config.data.phases
+    return planned_phases(config.training, config.data)
 
 
 def resolve(

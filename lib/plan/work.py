@@ -1,14 +1,11 @@
 """The training run that is planned, as plain numbers: what the formulas of this folder take."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lib.config.data_facts import Phase
-from lib.config.data_section import PlannedPhase, planned_phases
 from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
-from lib.config.run_config import Params, RunConfig, padded_size, resolve_model
+from lib.config.run_config import Params, RunConfig, padded_size, phases_of, resolved_model
 from lib.config.schema import ModelConfig, ParallelConfig
 from lib.model.flops import head_cost_in_layers
 from lib.pipeline.partition import partition_layers
@@ -105,11 +102,13 @@ def _partition(layers: int, chunks: int, head: float, stages: int) -> tuple[int,
     return partition_layers(layers, chunks, last_extra=head, stages=stages)
 
 
-def works_of(params: Params, runtime: RuntimeConfig, vocab_size: int, processes: int) -> list[Work]:
+def works_of(
+    config: RunConfig | Params, runtime: RuntimeConfig, vocab_size: int, processes: int
+) -> list[Work]:
     """What each phase of a run comes to over so many processes.
 
     Args:
-        params: the sections, which break no rule.
+        config: the run, or the sections that it is made of, which break no rule.
         runtime: section ``runtime``.
         vocab_size: real tokens.
         processes: of all nodes together.
@@ -117,48 +116,20 @@ def works_of(params: Params, runtime: RuntimeConfig, vocab_size: int, processes:
     Raises:
         UserError: the processes or the batch do not divide.
     """
-    layout = layout_for(params, processes)
-    model = resolve_model(params.model, params.longest_seq_length)
-    first = Work(
-        model=model,
-        vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
-        seq_length=params.training.seq_length,
-        micro_batch_size=params.training.micro_batch_size,
-        micro_batches=layout.micro_batches,
-        parallel=params.parallel.model_copy(update={"data": layout.data}),
-        compute=params.precision.compute,
-        runtime=runtime,
-        within_documents=params.data.attention == "document",
-    )
-    return _in_phases(first, planned_phases(params.training, params.data))
-
-
-def works_of_run(config: RunConfig, runtime: RuntimeConfig, processes: int) -> list[Work]:
-    """As ``works_of``, of a run configuration."""
     layout = layout_for(config, processes)
-    first = Work(
-        model=config.model,
-        vocab_size=config.derived.padded_vocab_size,
-        seq_length=config.training.seq_length,
-        micro_batch_size=config.training.micro_batch_size,
-        micro_batches=layout.micro_batches,
-        parallel=config.parallel.model_copy(update={"data": layout.data}),
-        compute=config.precision.compute,
-        runtime=runtime,
-        within_documents=config.data.attention == "document",
-    )
-    return _in_phases(first, config.data.phases)
-
-
-def _in_phases(first: Work, phases: Sequence[PlannedPhase | Phase]) -> list[Work]:
-    """The same samples of a step in the lengths and micro batches of each phase."""
-    samples = first.micro_batches * first.micro_batch_size
+    model = resolved_model(config)
+    samples = config.training.global_batch_size // layout.data
     return [
-        replace(
-            first,
+        Work(
+            model=model,
+            vocab_size=padded_size(vocab_size, model.vocab_size_multiple),
             seq_length=phase.seq_length,
             micro_batch_size=phase.micro_batch_size,
             micro_batches=samples // phase.micro_batch_size,
+            parallel=config.parallel.model_copy(update={"data": layout.data}),
+            compute=config.precision.compute,
+            runtime=runtime,
+            within_documents=config.data.attention == "document",
         )
-        for phase in phases
+        for phase in phases_of(config)
     ]

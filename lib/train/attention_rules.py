@@ -9,11 +9,9 @@ parameters that one is made of.
 
 from collections.abc import Iterator
 
-from lib.config.data_section import planned_phases
 from lib.config.nearest import multiples_near
 from lib.config.operation import RuntimeConfig
-from lib.config.run_config import Params, RunConfig, resolve_model
-from lib.config.schema import ModelConfig
+from lib.config.run_config import Params, RunConfig, phases_of, resolved_model
 from lib.errors import Problem
 from lib.layers.attention_limits import LIMITS, AttentionCase
 from lib.layers.gpu_limits import Capability
@@ -24,25 +22,13 @@ GPU_GENERATIONS = ((7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 _FUSED = ("cudnn", "flash", "efficient")
 
 
-def resolved_model(config: RunConfig | Params) -> ModelConfig:
-    """The model with its nulls filled in."""
-    if isinstance(config, RunConfig):
-        return config.model
-    return resolve_model(config.model, config.longest_seq_length)
-
-
 def attention_cases(config: RunConfig | Params, runtime: RuntimeConfig) -> list[AttentionCase]:
     """What the attention of one rank has to serve, for each phase of the training."""
     model, tensor = resolved_model(config), config.parallel.tensor
-    if isinstance(config, RunConfig):
-        sizes = [(phase.seq_length, phase.micro_batch_size) for phase in config.data.phases]
-    else:
-        planned = planned_phases(config.training, config.data)
-        sizes = [(phase.seq_length, phase.micro_batch_size) for phase in planned]
     return [
         AttentionCase(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
+            seq_length=phase.seq_length,
+            micro_batch_size=phase.micro_batch_size,
             heads=model.num_attention_heads // tensor,
             kv_heads=max(1, model.num_query_groups // tensor),
             head_dim=model.head_dim,
@@ -51,7 +37,7 @@ def attention_cases(config: RunConfig | Params, runtime: RuntimeConfig) -> list[
             documents=config.data.attention == "document",
             deterministic=runtime.deterministic,
         )
-        for seq_length, micro_batch_size in sizes
+        for phase in phases_of(config)
     ]
 
 
