@@ -23,7 +23,6 @@ from lib.errors import InvalidParams, UserError
 from lib.train.comparison_cases import (
     layout_name,
     layouts_up_to,
-    processes_of,
     small_version,
     without_dropout,
 )
@@ -89,7 +88,7 @@ def _own_layout(params: Params) -> ParallelConfig:
     sections = {"model": params.model, "parallel": layout, "training": params.training}
     if problems := broken_rules(sections):
         raise InvalidParams(problems)
-    if processes_of(layout) == 1:
+    if layout.processes == 1:
         raise UserError(
             "parallel: one process, with which there is nothing to compare; set tensor, pipeline "
             "or data above 1, or give --up-to 4 to try all layouts of up to 4 processes"
@@ -104,7 +103,7 @@ def _require_that_it_fits(run: Params, layouts: list[ParallelConfig]) -> None:
         sections |= {"data": run.data, "corpora": run.corpora, "vocab_size": VOCABULARY}
         if problems := broken_rules(sections):
             raise InvalidParams(problems)
-        layout_for(replace(run, parallel=layout), processes_of(layout))
+        layout_for(replace(run, parallel=layout), layout.processes)
 
 
 def _compare(
@@ -128,7 +127,7 @@ def _compare(
         reference = run_layout(config, RuntimeConfig(), 1, steps, device)
         for layout in layouts:
             laid_out, name = with_layout(config, layout), layout_name(layout)
-            outcome = run_layout(laid_out, runtime, processes_of(layout), steps, device)
+            outcome = run_layout(laid_out, runtime, layout.processes, steps, device)
             found = compare(outcome, reference)
             agrees = max(found.loss, found.norm) <= numbers
             agrees = agrees and max(found.gradient[0], found.weight[0]) <= tensors

@@ -134,9 +134,9 @@ def _measure(work: Work, setting: Setting, before: list[Measurement]) -> list[Me
         config = _prepared(work, setting, Path(folder))
         texts = (config.to_json(), setting.runtime.model_dump_json())
         subject = _subject(work, setting, config)
-        say(f"measuring {subject.shape} {subject.layout} on {work.processes} x {setting.device}")
+        say(f"measuring {subject.shape} {subject.layout} on {subject.processes} x {setting.device}")
         plan = TimingPlan(_WARMUP, setting.steps, Path(folder), setting.profile, subject.name)
-        threads = choose_threads(setting.launch.threads, work.processes)
+        threads = choose_threads(setting.launch.threads, subject.processes)
         ranks = _on_ranks(subject, measure_on_rank, *texts, setting.device, threads, plan, beside)
         found = summaries(subject, ranks, setting.profile)
         if setting.device == "cpu" or not setting.baseline or _has_plain(subject, before):
@@ -163,7 +163,7 @@ def _can_be_hugging_face(work: Work) -> bool:
     from lib.workflow.huggingface_model import require_transformers
 
     reasons = [str(problem) for problem in obstacles(work.shape.resolved())]
-    if work.processes > 1 or work.compute != "fp32":
+    if work.layout.processes > 1 or work.compute != "fp32":
         reasons.append("it is made in one process and in fp32")
     try:
         require_transformers()
@@ -194,7 +194,7 @@ def _subject(work: Work, setting: Setting, config: RunConfig) -> Subject:
         device=setting.device,
         layout=layout_name(work.layout),
         pipeline=work.layout.pipeline,
-        processes=work.processes,
+        processes=work.layout.processes,
         micro_batch_size=shape.micro_batch_size,
         micro_batches=shape.micro_batches,
         tokens_per_step=shape.micro_batch_size * shape.micro_batches * copies * shape.seq_length,

@@ -188,6 +188,11 @@ class ParallelConfig(Section):
     """Copies over which is split what ``sharding`` says; every other so many hold the same. Null:
     all of them. The GPUs of one node keep the traffic of several nodes low. Must divide data."""
 
+    @property
+    def processes(self) -> int:
+        """Processes in all; ``data: null`` counts as one copy."""
+        return self.tensor * self.pipeline * (self.data or 1)
+
 
 class OptimizerConfig(Section):
     """The section ``optimizer``: AdamW with a clipped gradient."""

@@ -13,7 +13,6 @@ from lib.train.comparison import Difference, compare, run_layout, run_layouts, w
 from lib.train.comparison_cases import (
     is_admitted,
     layout_name,
-    processes_of,
     small_version,
     without_dropout,
 )
@@ -43,7 +42,7 @@ _LAYOUTS: tuple[dict[str, int | bool | str], ...] = (
 def layouts_of(params: Params, processes: int) -> list[ParallelConfig]:
     """The layouts to try over up to so many processes, those of few processes first."""
     layouts = [ParallelConfig.model_validate(degrees) for degrees in _LAYOUTS]
-    fitting = [layout for layout in layouts if processes_of(layout) <= processes]
+    fitting = [layout for layout in layouts if layout.processes <= processes]
     return [layout for layout in fitting if is_admitted(params, layout)]
 
 
@@ -72,8 +71,8 @@ def compare_layouts(
         tokens = 4 * STEPS * run.training.global_batch_size * (run.longest_seq_length + 1)
         config = resolve(run, random_tokens(Path(folder), run, _VOCABULARY, tokens // 60 + 100))
         reference = run_layout(config, RuntimeConfig(), 1, STEPS, device, _PATIENCE_S)
-        for size in sorted({processes_of(layout) for layout in layouts}):
-            batch = [layout for layout in layouts if processes_of(layout) == size]
+        for size in sorted({layout.processes for layout in layouts}):
+            batch = [layout for layout in layouts if layout.processes == size]
             configs = [with_layout(config, layout) for layout in batch]
             outcomes = run_layouts(configs, RuntimeConfig(), size, STEPS, device, _PATIENCE_S)
             for layout, outcome in zip(batch, outcomes, strict=True):

@@ -54,7 +54,7 @@ class Work:
     @property
     def ranks(self) -> int:
         """Of the whole run."""
-        return self.parallel.tensor * self.parallel.pipeline * self.copies
+        return self.parallel.processes
 
     @property
     def sharding(self) -> str:

@@ -108,15 +108,10 @@ def is_admitted(params: Params, layout: ParallelConfig) -> bool:
     if broken_rules(sections) or layout.pipeline * layout.virtual_stages > params.model.num_layers:
         return False
     try:
-        layout_for(small, processes_of(layout))
+        layout_for(small, layout.processes)
     except UserError:
         return False
     return True
-
-
-def processes_of(layout: ParallelConfig) -> int:
-    """Processes of a layout; ``data: null`` is one copy."""
-    return layout.tensor * layout.pipeline * (layout.data or 1)
 
 
 def layout_name(layout: ParallelConfig) -> str:

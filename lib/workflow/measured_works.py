@@ -65,11 +65,6 @@ class Work:
     layout: ParallelConfig
     compute: Compute
 
-    @property
-    def processes(self) -> int:
-        """Ranks of the layout."""
-        return self.layout.tensor * self.layout.pipeline * (self.layout.data or 1)
-
 
 def works_of(file: ParamsFile, options: Options, machine: Machine) -> list[Work]:
     """The models and layouts that the command line, the file and the machine come to.

@@ -48,8 +48,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Of the layout."""
-        assert self.layout.data is not None
-        return self.layout.tensor * self.layout.pipeline * self.layout.data
+        return self.layout.processes
 
     @property
     def params(self) -> Params:

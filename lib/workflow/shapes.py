@@ -95,8 +95,7 @@ def fitted(shape: Shape, layout: ParallelConfig, memory: int) -> Shape | None:
     while size:
         smaller = replace(shape, micro_batch_size=size)
         run = measured_run(smaller, layout, "bf16")
-        ranks = layout.tensor * layout.pipeline * (layout.data or 1)
-        (work,) = works_of(run, RuntimeConfig(), shape.vocab_size, ranks)
+        (work,) = works_of(run, RuntimeConfig(), shape.vocab_size, layout.processes)
         if peak_memory(work).kinds.total <= USABLE * memory:
             return smaller
         size //= 2
@@ -159,7 +158,7 @@ def measured_run(shape: Shape, layout: ParallelConfig, compute: Compute) -> Para
     sections = {"model": run.model, "parallel": layout, "training": training}
     if problems := broken_rules(sections | {"vocab_size": shape.vocab_size}):
         raise InvalidParams(problems)
-    layout_for(run, layout.tensor * layout.pipeline * layout.data)
+    layout_for(run, layout.processes)
     return run
 
 

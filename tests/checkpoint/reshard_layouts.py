@@ -113,8 +113,7 @@ def family_of_pair(source: str, target: str) -> str:
 
 
 def processes_of(layout: str) -> int:
-    parallel = ALL[layout]
-    return parallel.tensor * parallel.pipeline * parallel.data
+    return ALL[layout].processes
 
 
 def config_of(folder: Path, family: str) -> RunConfig:

@@ -70,8 +70,7 @@ RECOMPUTE = {"pp2x2": "full", "tp2+sp": "selective", "dp2 parameters": "full"}
 
 
 def processes_of(name):
-    layout = ParallelConfig(**LAYOUTS[name])
-    return layout.tensor * layout.pipeline * (layout.data or 1)
+    return ParallelConfig(**LAYOUTS[name]).processes
 
 
 def case(name):

@@ -23,7 +23,6 @@ from lib.train.comparison_cases import (
     is_admitted,
     layout_name,
     layouts_up_to,
-    processes_of,
     small_version,
     without_dropout,
 )
@@ -255,9 +254,9 @@ def test_processes_and_names():
     layout = ParallelConfig(
         tensor=2, pipeline=2, virtual_stages=2, data=3, sequence=True, sharding="gradients"
     )
-    assert processes_of(layout) == 12
+    assert layout.processes == 12
     assert layout_name(layout) == "tp2+sp pp2x2 dp3 gradients"
-    assert processes_of(ParallelConfig(tensor=2)) == 2
+    assert ParallelConfig(tensor=2).processes == 2
     assert layout_name(ParallelConfig(tensor=2)) == "tp2 pp1 dp1"
 
 

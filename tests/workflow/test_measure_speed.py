@@ -64,8 +64,8 @@ def measured(folder, layout, *, beside, micro_batches=2):
     profile.mkdir()
     plan = TimingPlan(WARMUP, STEPS, folder, profile, "tiny")
     texts = (config.to_json(), RuntimeConfig().model_dump_json())
-    processes = layout.tensor * layout.pipeline * layout.data
-    return run_on_ranks(processes, measure_on_rank, *texts, "cpu", 1, plan, beside, timeout=240.0)
+    arguments = (*texts, "cpu", 1, plan, beside)
+    return run_on_ranks(layout.processes, measure_on_rank, *arguments, timeout=240.0)
 
 
 def subject(layout="tp1 pp1 dp1", processes=1, **changes):
