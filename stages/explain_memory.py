@@ -14,7 +14,6 @@ from lib.config.params_file import read_params
 from lib.config.run_config import RunConfig
 from lib.console import say
 from lib.errors import UserError
-from lib.plan.memory import stage_memory
 from lib.plan.out_of_memory import explain
 from lib.plan.work import works_of
 
@@ -44,8 +43,7 @@ def main(params: Path, processes: int, rank: int, run_config: Path) -> None:
     works = works_of(config, runtime, config.data.vocab_size, processes)
     # Stages are the slowest axis of the grid of ranks.
     stage = rank * works[0].parallel.pipeline // processes
-    work = max(works, key=lambda each: stage_memory(each, stage).kinds.total)
-    for line in explain(work, stage, sys.stdin.read()):
+    for line in explain(works, stage, sys.stdin.read()):
         say(line)
 
 

@@ -1,6 +1,7 @@
 """Why a run died of memory, and what would help: from torch's message and the plan of the run."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lib.plan.memory import GIB, stage_memory
@@ -52,15 +53,17 @@ def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
 
 
-def explain(work: Work, stage: int, message: str) -> list[str]:
+def explain(works: Sequence[Work], stage: int, message: str) -> list[str]:
     """What filled the memory, and the remedies, a line each.
 
     Args:
-        work: the run.
+        works: the phases of the run; the one that needs most on this stage is explained.
         stage: the pipeline stage of the rank that died.
         message: torch's.
     """
-    found, plan = parse(message), stage_memory(work, stage)
+    plans = [stage_memory(work, stage) for work in works]
+    phase, plan = max(enumerate(plans), key=lambda each: each[1].kinds.total)
+    found = parse(message)
     kinds = sorted(plan.kinds.by_name().items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds if size)
     lines: list[str] = []
@@ -77,7 +80,7 @@ def explain(work: Work, stage: int, message: str) -> list[str]:
         f"process {pid} on the same GPU holds {_gib(size)}: end it, or leave it the GPU"
         for pid, size in found.others
     ]
-    lines += [f"{each.text} saves {each.saved / GIB:.1f} GiB" for each in remedies(work)]
+    lines += [f"{each.text} saves {each.saved / GIB:.1f} GiB" for each in remedies(works, phase)]
     if found.unused:
         lines.append(f"{_ALLOCATOR} may give back of the {_gib(found.unused)} that lie in pieces")
     return lines

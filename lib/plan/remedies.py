@@ -6,13 +6,14 @@ The warning has the form of a rule (``lib.config.rule``).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lib.config.nearest import divisors
+from lib.config.params_problems import show
 from lib.config.rule import Rule
 from lib.errors import Problem
 from lib.plan.memory import GIB, USABLE, largest_micro_batch, peak_memory
 from lib.plan.work import Work
 
 _SHOWN = 3
-_MICRO_BATCH = "training.micro_batch_size"
 _NEXT_SHARDING = {"optimizer": "gradients", "gradients": "parameters"}
 
 
@@ -29,50 +30,68 @@ class Remedy:
     saved: int
 
 
-def remedies(work: Work) -> list[Remedy]:
-    """The changes that save memory, those with the least side effects first.
+def remedies(works: Sequence[Work], phase: int = 0) -> list[Remedy]:
+    """The changes that save memory in a phase, those with the least side effects first.
 
     In this order: micro batch, recomputation, sequence, sharding, sequence parallelism, tensor and
     pipeline parallelism (over as many ranks, so with fewer copies, or over more). Those that save
-    less than a hundredth are left out.
+    less than a hundredth are left out. What is named breaks no rule.
+
+    Args:
+        works: the phases of a run.
+        phase: the one that needs too much.
     """
-    now = peak_memory(work).kinds.total
-    found = [Remedy(text, now - peak_memory(other).kinds.total) for text, other in _changes(work)]
+    now = peak_memory(works[phase]).kinds.total
+    changes = (*_batch_changes(works, phase), *_layout_changes(works, phase))
+    found = [Remedy(text, now - peak_memory(other).kinds.total) for text, other in changes]
     return [remedy for remedy in found if remedy.saved >= now / 100]
 
 
-def _changes(work: Work) -> Iterator[tuple[str, Work]]:
+def _batch_changes(works: Sequence[Work], phase: int) -> Iterator[tuple[str, Work]]:
+    """Smaller micro batches, recomputation, shorter samples."""
+    work = works[phase]
     if work.micro_batch_size > 1:
-        size = work.micro_batch_size // 2
-        other = replace(work, micro_batch_size=size, micro_batches=2 * work.micro_batches)
-        yield f"{_MICRO_BATCH}: {size}", other
+        size = divisors(work.micro_batch_size)[-2]
+        count = work.micro_batches * (work.micro_batch_size // size)
+        other = replace(work, micro_batch_size=size, micro_batches=count)
+        yield f"{_key(works, phase, 'micro_batch_size')}: {size}", other
     modes = {"none": ["selective", "full"], "selective": ["full"], "full": []}
     for mode in modes[work.runtime.recompute]:
-        changed = {"recompute": mode, "recompute_method": "uniform", "recompute_layers": 1}
-        runtime = work.runtime.model_copy(update=changed)
+        runtime = work.runtime.model_copy(update={"recompute": mode})
         yield f"runtime.recompute: {mode}", replace(work, runtime=runtime)
-    length = work.seq_length // 2
-    yield f"training.seq_length: {length}", replace(work, seq_length=length)
-    parallel = work.parallel
+    length, parallel = work.seq_length // 2, work.parallel
+    if length and not (parallel.sequence and length % parallel.tensor):
+        yield f"{_key(works, phase, 'seq_length')}: {length}", replace(work, seq_length=length)
+
+
+def _layout_changes(works: Sequence[Work], phase: int) -> Iterator[tuple[str, Work]]:
+    """Finer sharding, and other layouts, which all phases must admit."""
+    work, parallel = works[phase], works[phase].parallel
     if work.shards > 1 and parallel.sharding in _NEXT_SHARDING:
-        sharding = _NEXT_SHARDING[parallel.sharding]
-        yield f"parallel.sharding: {sharding}", _laid(work, sharding=sharding)
-    if parallel.tensor > 1 and not parallel.sequence:
-        yield "parallel.sequence: true", _laid(work, sequence=True)
+        yield _laid(work, sharding=_NEXT_SHARDING[parallel.sharding])
+    shares = all(each.seq_length % parallel.tensor == 0 for each in works)
+    if parallel.tensor > 1 and not parallel.sequence and shares:
+        yield _laid(work, sequence=True)
     tensor, stages = 2 * parallel.tensor, 2 * parallel.pipeline
-    copies = max(1, work.copies // 2)
-    if _divides(work, tensor):
-        text = f"parallel.tensor: {tensor} with sequence: true"
-        yield text, _laid(work, tensor=tensor, sequence=True, data=copies, data_shard=None)
+    copies = work.copies // 2 if work.copies % 2 == 0 else work.copies
+    fewer = {"data": copies, "data_shard": None}
+    if all(_divides(each, tensor) for each in works):
+        yield _laid(work, tensor=tensor, sequence=True, **fewer)
     if stages * parallel.virtual_stages <= work.model.num_layers:
-        changed = {"pipeline": stages, "layers_per_chunk": None, "data": copies}
-        yield f"parallel.pipeline: {stages}", _laid(work, **changed, data_shard=None)
+        yield _laid(work, pipeline=stages, layers_per_chunk=None, **fewer)
 
 
-def _laid(work: Work, **changes: object) -> Work:
-    """The work on another layout, its global batch the same."""
+def _laid(work: Work, **changes: object) -> tuple[str, Work]:
+    """The work on another layout, its global batch the same, and what to write for it."""
     other = replace(work, parallel=work.parallel.model_copy(update=changes))
-    return replace(other, micro_batches=work.micro_batches * work.copies // other.copies)
+    other = replace(other, micro_batches=work.micro_batches * work.copies // other.copies)
+    first, *rest = [
+        f"{key}: {show(value)}"
+        for key, value in changes.items()
+        if getattr(work.parallel, key) != value
+    ]
+    text = f"parallel.{first}" + (f" with {', '.join(rest)}" if rest else "")
+    return text + ("" if other.ranks == work.ranks else f" on {other.ranks} GPUs"), other
 
 
 def _divides(work: Work, tensor: int) -> bool:
@@ -80,6 +99,15 @@ def _divides(work: Work, tensor: int) -> bool:
     groups = model.num_query_groups
     sizes = (model.num_attention_heads, model.ffn_hidden_size, work.vocab_size, work.seq_length)
     return all(size % tensor == 0 for size in sizes) and 0 in (groups % tensor, tensor % groups)
+
+
+def _key(works: Sequence[Work], phase: int, name: str) -> str:
+    """Where the file says a size: a phase that says nothing has that of the one before."""
+    sizes: list[int] = [getattr(work, name) for work in works]
+    while phase and sizes[phase - 1] == sizes[phase]:
+        phase -= 1
+    section = f"data.phases[{phase - 1}]" if phase else "training"
+    return f"{section}.{name}"
 
 
 def run_fits_the_gpus(works: Sequence[Work], gpu_memory: float) -> Iterator[Problem]:
@@ -97,34 +125,26 @@ def run_fits_the_gpus(works: Sequence[Work], gpu_memory: float) -> Iterator[Prob
     kind, most = max(peak.kinds.by_name().items(), key=lambda item: item[1])
     place = f"data.phases[{phase - 1}]: " if phase else ""
     yield Problem(
-        _field_of_micro_batch(works, phase),
+        _key(works, phase, "micro_batch_size"),
         str(work.micro_batch_size),
         f"the run does not fit by plan: {place}stage {peak.stage} needs {need / GIB:.1f} GiB, most "
         f"of it {kind} ({most / GIB:.1f}), of {usable / GIB:.1f} that tensors may take of a GPU's "
         f"{gpu_memory / GIB:.1f}",
-        "; ".join(_first_remedies(work, need, usable)) or "take larger GPUs or a smaller model",
+        "; ".join(_first_remedies(works, phase, usable)) or "take larger GPUs or a smaller model",
     )
 
 
 PLAN_ADVICE: tuple[Rule, ...] = (run_fits_the_gpus,)
 
 
-def _field_of_micro_batch(works: Sequence[Work], phase: int) -> str:
-    """Where the file says it: a phase that says nothing has that of the one before."""
-    size = works[phase].micro_batch_size
-    while phase and works[phase - 1].micro_batch_size == size:
-        phase -= 1
-    section = f"data.phases[{phase - 1}]" if phase else "training"
-    return f"{section}.micro_batch_size"
-
-
-def _first_remedies(work: Work, need: int, usable: float) -> list[str]:
+def _first_remedies(works: Sequence[Work], phase: int, usable: float) -> list[str]:
     """The first few, and the first that is enough; of micro batches the largest that fits."""
-    found = remedies(work)
-    if (fitting := largest_micro_batch(work, usable)) is not None:
+    need, found = peak_memory(works[phase]).kinds.total, remedies(works, phase)
+    if (fitting := largest_micro_batch(works[phase], usable)) is not None:
+        key = _key(works, phase, "micro_batch_size")
         saved = need - peak_memory(fitting).kinds.total
-        largest = Remedy(f"{_MICRO_BATCH}: {fitting.micro_batch_size}", saved)
-        found = [largest, *(each for each in found if not each.text.startswith(_MICRO_BATCH))]
+        largest = Remedy(f"{key}: {fitting.micro_batch_size}", saved)
+        found = [largest, *(each for each in found if not each.text.startswith(key))]
     enough = next((each for each in found if need - each.saved <= usable), None)
     shown = found[:_SHOWN]
     if enough is not None and enough not in shown:
