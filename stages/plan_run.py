@@ -5,6 +5,7 @@ GPUs. docs/planning.md says what is counted.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -211,10 +212,18 @@ def _search(
 ) -> None:
     found = search(*run, vocab_size, machines)
     title = f"{machines.gpus} x {machines.ceilings.device} of {machines.memory / GIB:.1f} GiB"
+    warnings: list[str] = []
+    if found.ranked:
+        chosen = _with_choice(run[0], found.ranked[0])
+        works = works_of(chosen, found.ranked[0].work.runtime, vocab_size, machines.gpus)
+        warnings = _warnings(file, chosen, works, machines)
     if options["as_json"]:
-        say(json.dumps(search_mapping(found, machines), indent=2))
+        answer = search_mapping(found, machines) | {"warnings": warnings}
+        say(json.dumps(answer, indent=2))
     else:
         _tell_found(found, machines, title)
+        for text in warnings:
+            warn(text)
     if not found.ranked:
         raise UserError(f"no layout of {title} fits; more GPUs, or a smaller model or sequence")
     best = found.ranked[0]
@@ -228,6 +237,13 @@ def _search(
             for change in changes:
                 say(f"{change.field}: {change.old} -> {change.new}")
             say(f"wrote {file.path} ({len(changes)} keys)")
+
+
+def _with_choice(params: Params, best: Candidate) -> Params:
+    """As ``_write`` leaves them: a phase that has a micro batch of its own keeps it."""
+    size = {"micro_batch_size": best.work.micro_batch_size}
+    training = params.training.model_copy(update=size)
+    return replace(params, parallel=best.work.parallel, training=training)
 
 
 def _tell_found(found: Found, machines: Machines, title: str) -> None:

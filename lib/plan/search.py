@@ -5,6 +5,7 @@ time (recomputation, finer sharding) is taken only where the layout does not fit
 such choices the one that is expected to be the fastest.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from lib.config.nearest import divisors
 from lib.config.operation import RuntimeConfig
 from lib.config.rules import broken_rules
 from lib.config.run_config import Params
-from lib.config.schema import ParallelConfig
+from lib.config.schema import ParallelConfig, TrainingSection
 from lib.errors import UserError
 from lib.plan.ceilings import Ceilings
 from lib.plan.memory import GIB, USABLE, StageMemory, peak_memory
@@ -86,7 +87,7 @@ def search(params: Params, runtime: RuntimeConfig, vocab_size: int, machines: Ma
     """Ranks all layouts.
 
     Args:
-        params: whose model, global batch and longest phase count; its layout does not.
+        params: whose model, batches and longest phase count; its layout does not.
         runtime: whose attention and kernels count.
         vocab_size: real tokens.
         machines: to lay the run over.
@@ -139,7 +140,7 @@ def _best(
     if training.global_batch_size % layout.data:
         return f"training.global_batch_size does not divide among {layout.data} copies", None
     single = training.model_copy(update={"micro_batch_size": 1})
-    sections = {"model": params.model, "parallel": layout, "training": single}
+    sections = {"model": params.model, "parallel": layout, "training": single, "data": params.data}
     if problems := broken_rules(sections | {"vocab_size": vocab_size}):
         return f"{problems[0].field}: {problems[0].rule}", None
     longest = single.model_copy(update={"seq_length": params.longest_seq_length})
@@ -149,7 +150,7 @@ def _best(
     except UserError as error:
         return str(error), None
     found: list[Candidate] = []
-    for size in divisors(work.micro_batches):
+    for size in divisors(math.gcd(work.micro_batches, *_rampup(training, layout.data))):
         larger = replace(work, micro_batch_size=size, micro_batches=work.micro_batches // size)
         best = _fastest_that_fits(larger, machines)
         if best is None:
@@ -161,6 +162,12 @@ def _best(
     return "", next(
         each for each, rate in zip(found, rates, strict=True) if rate >= _AS_FAST * max(rates)
     )
+
+
+def _rampup(training: TrainingSection, copies: int) -> list[int]:
+    """Samples on each copy by which batches begin and grow, which micro batches divide as well."""
+    sizes = (training.rampup_start_batch_size, training.rampup_increment)
+    return [size // copies for size in sizes if size is not None]
 
 
 def _fastest_that_fits(work: Work, machines: Machines) -> Candidate | None:

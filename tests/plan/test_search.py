@@ -49,6 +49,23 @@ def test_every_layout_that_is_found_can_run(name, batch, gpus, gib):
         assert peak_memory(each.work).kinds.total == each.memory.kinds.total <= machines.usable
 
 
+def test_micro_batches_divide_the_batches_of_a_rampup_and_of_phases():
+    run = run_of("125m", 48)
+    keys = {"rampup_start_batch_size": 12, "rampup_increment": 36, "rampup_samples": 480}
+    lengths = {"train_iters": None, "train_samples": 48 * 1000}
+    training = run.training.model_copy(update=keys | lengths)
+    phase = {"from_samples": 480, "micro_batch_size": 16}
+    data = run.data.model_validate({"phases": [phase]})
+    run = replace(run, training=training, data=data)
+    result = search(run, RuntimeConfig(), VOCAB, Machines(4, 4, 139.8 * GIB, H200))
+    assert result.ranked
+    for each in result.ranked:
+        layout = each.work.parallel
+        given = training.model_copy(update={"micro_batch_size": each.work.micro_batch_size})
+        sections = {"model": run.model, "parallel": layout, "training": given, "data": data}
+        assert broken_rules(sections | {"vocab_size": VOCAB}) == []
+
+
 def test_the_first_is_the_best_of_all_by_trying():
     _, machines, result = found("1.4b", 16, 2, gib=44.4)
     rates = []

@@ -131,6 +131,19 @@ def test_a_search_writes_its_first_choice_and_keeps_comments(folder):
     assert (folder / "params.yaml").read_text() == after
 
 
+def test_phases_that_a_search_leaves_as_they_are_are_warned_of(folder):
+    """The choice is for the longest samples, and a phase may have a micro batch of its own."""
+    assert json.loads(run(*H200S, "--search", "--json").output)["warnings"] == []
+    path = folder / "params.yaml"
+    text, key = path.read_text(), "phases: "
+    assert text.count(key) == 1
+    phase = "[{from_samples: 320, micro_batch_size: 16}]"
+    path.write_text(text.replace(key + "[]", key + phase))
+    done = run(*H200S, "--search", "--json", "--memory", "0.1")
+    (warning,) = json.loads(done.output)["warnings"]
+    assert "data.phases[0]" in warning
+
+
 def test_a_search_says_why_others_fall_out(folder):
     done = run("--gpu", "T4", "--gpus", "8", "--search")
     assert done.exit_code == 0, done.output
