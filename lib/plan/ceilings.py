@@ -32,6 +32,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lib.errors import UserError
+from lib.model.flops import dense_peak_tflops
 
 _Rates = dict[int, float]
 
@@ -116,24 +117,26 @@ _CHECKED_H200 = {
     "latency_us": 39.0,
 }
 
-# By the makers' datasheets: dense bf16 (fp16 before Ampere) TFLOP/s, memory GB/s, GiB that a
-# program sees, link of a GPU to others of its node in both directions, GB/s.
-_DATASHEET: dict[str, tuple[float, float, float, float]] = {
-    "NVIDIA H200": (989, 4800, 139.8, 900),
-    "NVIDIA H100": (989, 3350, 79.1, 900),
-    "NVIDIA H100 PCIe": (756, 2000, 79.1, 128),
-    "NVIDIA B200": (2250, 8000, 178.0, 1800),
-    "NVIDIA A100-SXM4-80GB": (312, 2039, 79.2, 600),
-    "NVIDIA A100-SXM4-40GB": (312, 1555, 39.4, 600),
-    "NVIDIA A100 80GB PCIe": (312, 1935, 79.2, 64),
-    "NVIDIA L40S": (362, 864, 44.4, 64),
-    "NVIDIA L4": (121, 300, 22.2, 64),
-    "NVIDIA GeForce RTX 4090": (165, 1008, 23.5, 64),
-    "NVIDIA GeForce RTX 3090": (71, 936, 23.6, 64),
-    "Tesla V100-SXM2-32GB": (125, 900, 31.7, 300),
-    "Tesla V100-SXM2-16GB": (125, 900, 15.8, 300),
-    "Tesla T4": (65, 320, 14.6, 32),
+# By the makers' datasheets: memory GB/s, GiB that a program sees, link of a GPU to others of its
+# node in both directions, GB/s. Products are in ``lib.model.flops``.
+_DATASHEET: dict[str, tuple[float, float, float]] = {
+    "NVIDIA H200": (4800, 139.8, 900),
+    "NVIDIA H100": (3350, 79.1, 900),
+    "NVIDIA H100 PCIe": (2000, 79.1, 128),
+    "NVIDIA B200": (8000, 178.0, 1800),
+    "NVIDIA A100-SXM4-80GB": (2039, 79.2, 600),
+    "NVIDIA A100-SXM4-40GB": (1555, 39.4, 600),
+    "NVIDIA A100 80GB PCIe": (1935, 79.2, 64),
+    "NVIDIA L40S": (864, 44.4, 64),
+    "NVIDIA L4": (300, 22.2, 64),
+    "NVIDIA GeForce RTX 4090": (1008, 23.5, 64),
+    "NVIDIA GeForce RTX 3090": (936, 23.6, 64),
+    "Tesla V100-SXM2-32GB": (900, 31.7, 300),
+    "Tesla V100-SXM2-16GB": (900, 15.8, 300),
+    "Tesla T4": (320, 14.6, 32),
 }
+# Dense fp16 TFLOP/s of those that have no bf16.
+_FP16_TFLOPS = {"Tesla V100-SXM2-32GB": 125, "Tesla V100-SXM2-16GB": 125, "Tesla T4": 65}
 
 # What may follow in a reported name and says nothing of the chip.
 _FORM = re.compile(r"( (sxm\d*|pcie|\d+gb|hbm\w*))*")
@@ -169,25 +172,30 @@ def _plain(name: str) -> str:
 
 
 def _estimated(name: str) -> Ceilings:
-    flops, copy, memory, link = _DATASHEET[name]
-    top = _DATASHEET[H200.device]
+    copy, memory, link = _DATASHEET[name]
+    top_copy, _, top_link = _DATASHEET[H200.device]
+    flops = _peak(name) / _peak(H200.device)
     links = H200.link_gb_per_s
     return Ceilings(
         device=name,
         memory_gib=memory,
-        product_tflops=H200.product_tflops * flops / top[0],
-        copy_gb_per_s=H200.copy_gb_per_s * copy / top[1],
+        product_tflops=H200.product_tflops * flops,
+        copy_gb_per_s=H200.copy_gb_per_s * copy / top_copy,
         attention_tflops={
-            size: _times(rates, flops / top[0]) for size, rates in H200.attention_tflops.items()
+            size: _times(rates, flops) for size, rates in H200.attention_tflops.items()
         },
         link_gb_per_s=Links(
-            collective=_times(links.collective, link / top[3]),
-            p2p=_times(links.p2p, link / top[3]),
+            collective=_times(links.collective, link / top_link),
+            p2p=_times(links.p2p, link / top_link),
             nodes=links.nodes,
         ),
         latency_us=H200.latency_us,
         measured=False,
     )
+
+
+def _peak(name: str) -> float:
+    return dense_peak_tflops(name) or _FP16_TFLOPS[name]
 
 
 def _times(rates: Mapping[int, float], factor: float) -> _Rates:

@@ -37,10 +37,22 @@ def test_other_gpus_are_refused_with_the_names_there_are(name):
         known_ceilings(name)
 
 
-def test_estimates_follow_the_datasheet():
-    half = known_ceilings("A100")
-    assert half.product_tflops / H200.product_tflops == pytest.approx(312 / 989)
-    assert half.copy_gb_per_s / H200.copy_gb_per_s == pytest.approx(2039 / 4800)
+@pytest.mark.parametrize(
+    ("name", "product", "copy"), [("A100", 312, 2039), ("H100 PCIe", 756, 2000), ("T4", 65, 320)]
+)
+def test_estimates_follow_the_datasheet(name, product, copy):
+    found = known_ceilings(name)
+    assert found.product_tflops / H200.product_tflops == pytest.approx(product / 989)
+    assert found.attention(128, 2048) / H200.attention(128, 2048) == pytest.approx(product / 989)
+    assert found.copy_gb_per_s / H200.copy_gb_per_s == pytest.approx(copy / 4800)
+
+
+def test_every_gpu_that_is_named_in_a_refusal_is_known():
+    with pytest.raises(UserError) as refusal:
+        known_ceilings("Z9")
+    names = str(refusal.value).partition("there are ")[2].partition(";")[0].split(", ")
+    assert len(names) > 10
+    assert [known_ceilings(name).device for name in names] == names
 
 
 def test_between_two_rates_and_beyond():
