@@ -27,14 +27,15 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lib.errors import UserError
 from lib.model.flops import dense_peak_tflops
 
-_Rates = dict[int, float]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rates = Annotated[dict[Annotated[int, Field(gt=0)], _Positive], Field(min_length=1)]
 
 
 class Links(BaseModel):
@@ -42,9 +43,9 @@ class Links(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    collective: _Rates = Field(min_length=1)
-    p2p: _Rates = Field(min_length=1)
-    nodes: _Rates = Field(min_length=1)
+    collective: _Rates
+    p2p: _Rates
+    nodes: _Rates
 
 
 class Latency(BaseModel):
@@ -52,8 +53,8 @@ class Latency(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: float = Field(ge=0)
-    collective: float = Field(ge=0)
+    kernel: float = Field(ge=0, allow_inf_nan=False)
+    collective: float = Field(ge=0, allow_inf_nan=False)
 
 
 class Ceilings(BaseModel):
@@ -62,10 +63,10 @@ class Ceilings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str
-    memory_gib: float = Field(gt=0)
-    product_tflops: float = Field(gt=0)
-    copy_gb_per_s: float = Field(gt=0)
-    attention_tflops: dict[int, _Rates] = Field(min_length=1)
+    memory_gib: _Positive
+    product_tflops: _Positive
+    copy_gb_per_s: _Positive
+    attention_tflops: dict[Annotated[int, Field(gt=0)], _Rates] = Field(min_length=1)
     link_gb_per_s: Links
     latency_us: Latency
     measured: bool = True
@@ -198,18 +199,18 @@ def _peak(name: str) -> float:
     return dense_peak_tflops(name) or _FP16_TFLOPS[name]
 
 
-def _times(rates: Mapping[int, float], factor: float) -> _Rates:
+def _times(rates: Mapping[int, float], factor: float) -> dict[int, float]:
     return {at: rate * factor for at, rate in rates.items()}
 
 
 class _Checked(BaseModel):
     """The ceilings of a record; None: not measured."""
 
-    product_tflops: float | None = Field(None, gt=0)
-    copy_gb_per_s: float | None = Field(None, gt=0)
-    attention_tflops: float | None = Field(None, gt=0)
-    link_gb_per_s: float | None = Field(None, gt=0)
-    latency_us: float | None = Field(None, gt=0)
+    product_tflops: _Positive | None = None
+    copy_gb_per_s: _Positive | None = None
+    attention_tflops: _Positive | None = None
+    link_gb_per_s: _Positive | None = None
+    latency_us: _Positive | None = None
 
 
 class _Machine(BaseModel):

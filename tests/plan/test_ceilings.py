@@ -77,6 +77,12 @@ def test_a_file_of_rates(tmp_path):
         ({"product_tflops": -1}, "product_tflops"),
         ({"speed": 1}, "speed"),
         ({"attention_tflops": {}}, "attention_tflops"),
+        ({"attention_tflops": {"64": {}}}, "attention_tflops"),
+        ({"attention_tflops": {"0": {"64": 1.0}}}, "attention_tflops"),
+        ({"attention_tflops": {"64": {"0": 1.0}}}, "attention_tflops"),
+        ({"attention_tflops": {"64": {"64": 0.0}}}, "attention_tflops"),
+        ({"copy_gb_per_s": float("inf")}, "copy_gb_per_s"),
+        ({"memory_gib": float("nan")}, "memory_gib"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_in_a_line(tmp_path, change, word):
