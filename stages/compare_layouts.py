@@ -21,7 +21,6 @@ from lib.config.schema import ParallelConfig, PrecisionConfig
 from lib.console import say, table
 from lib.errors import InvalidParams, UserError
 from lib.train.comparison_cases import (
-    layout_name,
     layouts_up_to,
     small_version,
     without_dropout,
@@ -126,7 +125,7 @@ def _compare(
         config = resolve(run, facts)
         reference = run_layout(config, RuntimeConfig(), 1, steps, device)
         for layout in layouts:
-            laid_out, name = with_layout(config, layout), layout_name(layout)
+            laid_out, name = with_layout(config, layout), layout.name
             outcome = run_layout(laid_out, runtime, layout.processes, steps, device)
             found = compare(outcome, reference)
             agrees = max(found.loss, found.norm) <= numbers

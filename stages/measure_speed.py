@@ -27,7 +27,6 @@ from lib.console import say
 from lib.errors import UserError
 from lib.model.flops import dense_peak_tflops, training_flops_per_token
 from lib.output_file import OutputFile
-from lib.train.comparison_cases import layout_name
 from lib.train.hardware import choose_threads, cpu_name, cuda_device_names, cuda_memory_bytes
 from lib.train.memory_crash import memory_error
 from lib.workflow.measured_works import OF_THE_FILE, Device, Machine, Options, Work, works_of
@@ -192,7 +191,7 @@ def _subject(work: Work, setting: Setting, config: RunConfig) -> Subject:
         shape=shape.name,
         parameters=shape.num_parameters(),
         device=setting.device,
-        layout=layout_name(work.layout),
+        layout=work.layout.name,
         pipeline=work.layout.pipeline,
         processes=work.layout.processes,
         micro_batch_size=shape.micro_batch_size,

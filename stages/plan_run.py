@@ -35,7 +35,6 @@ from lib.plan.report import (
     STAGE_HEADERS,
     as_mapping,
     figure_rows,
-    layout_text,
     ranked_rows,
     rates_text,
     search_mapping,
@@ -193,7 +192,7 @@ def _tell(work: Work, warnings: list[str], machines: Machines, options: Options)
         for text in warnings:
             warn(text)
     if options["picture"] is not None:
-        title = f"{layout_text(work.parallel)}, micro batches {work.micro_batch_size}"
+        title = f"{work.parallel.name}, micro batches {work.micro_batch_size}"
         _draw(options["picture"], as_svg(memories, machines.memory, title), options)
 
 
@@ -229,7 +228,7 @@ def _search(
     best = found.ranked[0]
     if options["picture"] is not None:
         memories = stage_memories(best.work)
-        picture = as_svg(memories, machines.memory, layout_text(best.work.parallel))
+        picture = as_svg(memories, machines.memory, best.work.parallel.name)
         _draw(options["picture"], picture, options)
     if options["write"]:
         changes = _write(file, best)

@@ -193,6 +193,15 @@ class ParallelConfig(Section):
         """Processes in all; ``data: null`` counts as one copy."""
         return self.tensor * self.pipeline * (self.data or 1)
 
+    @property
+    def name(self) -> str:
+        """The layout in a few words, such as ``tp2+sp pp2x2 dp4/2 gradients``."""
+        sequence = "+sp" if self.sequence else ""
+        chunks = f"x{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        shard = f"/{self.data_shard}" if self.data_shard else ""
+        name = f"tp{self.tensor}{sequence} pp{self.pipeline}{chunks} dp{self.data or 1}{shard}"
+        return name if self.sharding == "optimizer" else f"{name} {self.sharding}"
+
 
 class OptimizerConfig(Section):
     """The section ``optimizer``: AdamW with a clipped gradient."""

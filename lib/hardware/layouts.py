@@ -12,7 +12,6 @@ from lib.config.schema import ParallelConfig, PrecisionConfig
 from lib.train.comparison import Difference, compare, run_layout, run_layouts, with_layout
 from lib.train.comparison_cases import (
     is_admitted,
-    layout_name,
     small_version,
     without_dropout,
 )
@@ -76,7 +75,7 @@ def compare_layouts(
             configs = [with_layout(config, layout) for layout in batch]
             outcomes = run_layouts(configs, RuntimeConfig(), size, STEPS, device, _PATIENCE_S)
             for layout, outcome in zip(batch, outcomes, strict=True):
-                yield layout_name(layout), compare(outcome, reference)
+                yield layout.name, compare(outcome, reference)
 
 
 def differing(found: Sequence[tuple[str, Difference]]) -> list[str]:

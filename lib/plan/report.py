@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from lib.config.schema import ParallelConfig
 from lib.plan.memory import GIB, StageMemory, largest_micro_batch
 from lib.plan.search import Found, Machines
 from lib.plan.time import StepTime
@@ -13,21 +12,6 @@ STAGE_HEADERS = (
     *("weights", "grads", "optim", "activ", "logits", "buffers", "all"),
 )
 RANK_HEADERS = ("", "tokens/s", "ms", "GiB", "layout", "micro batches", "recompute")
-
-
-def layout_text(parallel: ParallelConfig) -> str:
-    """A layout in a few words, such as ``tp2+sp pp2x2 dp4/2 gradients``; ``1 GPU``."""
-    parts = []
-    if parallel.tensor > 1:
-        parts.append(f"tp{parallel.tensor}{'+sp' if parallel.sequence else ''}")
-    if parallel.pipeline > 1:
-        chunks = f"x{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
-        parts.append(f"pp{parallel.pipeline}{chunks}")
-    if parallel.data != 1:
-        shard = f"/{parallel.data_shard}" if parallel.data_shard else ""
-        parts.append(f"dp{parallel.data}{shard}")
-        parts += [parallel.sharding] if parallel.sharding != "optimizer" else []
-    return " ".join(parts) or "1 GPU"
 
 
 def recompute_text(work: Work) -> str:
@@ -70,7 +54,7 @@ def figure_rows(
     verdict = "fits" if need <= machines.usable else "does not fit"
     bound = "the host" if time.host_bound else "the GPU"
     rows = [
-        ("layout", f"{layout_text(work.parallel)}: {work.ranks} x {machines.ceilings.device}"),
+        ("layout", f"{work.parallel.name}: {work.ranks} x {machines.ceilings.device}"),
         ("micro batches of a step, on each copy", batches_text(work)),
         ("memory", f"{need / GIB:.1f} of {memory / GIB:.1f} GiB a GPU: {verdict}"),
         (
@@ -108,7 +92,7 @@ def ranked_rows(found: Found, most: int) -> list[tuple[str, ...]]:
             f"{each.time.tokens_per_second:,.0f}",
             f"{each.time.seconds * 1e3:,.0f}",
             f"{each.memory.kinds.total / GIB:.1f}",
-            layout_text(each.work.parallel),
+            each.work.parallel.name,
             batches_text(each.work),
             recompute_text(each.work),
         )

@@ -112,11 +112,3 @@ def is_admitted(params: Params, layout: ParallelConfig) -> bool:
     except UserError:
         return False
     return True
-
-
-def layout_name(layout: ParallelConfig) -> str:
-    """A layout in one word, such as ``tp2+sp pp2x2 dp2``."""
-    sequence = "+sp" if layout.sequence else ""
-    chunks = f"x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    name = f"tp{layout.tensor}{sequence} pp{layout.pipeline}{chunks} dp{layout.data or 1}"
-    return name if layout.sharding == "optimizer" else f"{name} {layout.sharding}"

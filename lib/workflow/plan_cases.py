@@ -8,7 +8,7 @@ from lib.config.run_config import Params
 from lib.config.schema import ModelSection, ParallelConfig
 from lib.plan.ceilings import Ceilings
 from lib.plan.memory import GIB, StageMemory, stage_memories
-from lib.plan.report import batches_text, layout_text, recompute_text
+from lib.plan.report import batches_text, recompute_text
 from lib.plan.time import StepTime, step_time
 from lib.plan.work import Work, works_of
 from lib.workflow.shapes import REFERENCES, Compute, Shape, measured_run
@@ -58,7 +58,7 @@ class Case:
     def text(self) -> str:
         """What it is, in a few words."""
         work = self.work("auto")
-        layout, batches = layout_text(work.parallel), batches_text(work)
+        layout, batches = work.parallel.name, batches_text(work)
         return f"{self.shape.name} {layout}, {batches}, recompute {recompute_text(work)}"
 
     def work(self, attention: str) -> Work:
@@ -194,7 +194,7 @@ class Checked:
         )
         return (
             self.case.shape.name,
-            layout_text(self.work.parallel),
+            self.work.parallel.name,
             batches_text(self.work),
             recompute_text(self.work),
             *memory,
@@ -219,7 +219,7 @@ class Checked:
         """For programs: bytes by stage and rank, seconds."""
         return {
             "model": self.case.shape.name,
-            "layout": layout_text(self.work.parallel),
+            "layout": self.work.parallel.name,
             "micro_batch_size": self.work.micro_batch_size,
             "micro_batches": self.work.micro_batches,
             "recompute": recompute_text(self.work),

@@ -1,6 +1,7 @@
 """What is told of measured training: figures, tables, and a line of JSON per measurement."""
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,7 +55,7 @@ class Subject:
     @property
     def name(self) -> str:
         """For the names of files."""
-        return f"{self.shape}-{self.layout}".replace(" ", "-")
+        return re.sub(r"[ /]", "-", f"{self.shape}-{self.layout}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from lib.config.params_file import read_params
 from lib.config.run_config import Params
 from lib.hardware.layouts import differing, layouts_of
 from lib.train.comparison import Difference
-from lib.train.comparison_cases import layout_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +50,7 @@ def test_layouts_grow_with_the_machine():
     params = Params.from_file(read_params(ROOT / "params.yaml"))
     params = replace(params, model=params.model.model_copy(update={"num_layers": 4}))
     assert layouts_of(params, 1) == []
-    names = [layout_name(layout) for layout in layouts_of(params, 2)]
+    names = [layout.name for layout in layouts_of(params, 2)]
     assert names[:4] == ["tp2 pp1 dp1", "tp2+sp pp1 dp1", "tp1 pp2 dp1", "tp1 pp1 dp2"]
     sizes = [{layout.processes for layout in layouts_of(params, n)} for n in (2, 4, 8)]
     assert sizes == [{2}, {2, 4}, {2, 4, 8}]

@@ -21,7 +21,6 @@ from lib.train import comparison
 from lib.train.comparison import KEY_BIAS, Outcome, compare, run_layout, with_layout
 from lib.train.comparison_cases import (
     is_admitted,
-    layout_name,
     layouts_up_to,
     small_version,
     without_dropout,
@@ -203,7 +202,7 @@ def test_all_layouts_that_the_model_admits_and_no_other(params, name):
     found = [(x.tensor, x.pipeline, x.data, x.sequence, x.virtual_stages) for x in layouts]
     assert len(found) == len(set(found))
     assert set(found) == admitted_by_hand(model)
-    assert len({layout_name(layout) for layout in layouts}) == len(layouts)
+    assert len({layout.name for layout in layouts}) == len(layouts)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -252,12 +251,13 @@ def test_an_explicit_split_of_the_layers_stays(params):
 
 def test_processes_and_names():
     layout = ParallelConfig(
-        tensor=2, pipeline=2, virtual_stages=2, data=3, sequence=True, sharding="gradients"
+        tensor=2, pipeline=2, virtual_stages=2, data=4, sequence=True, sharding="gradients"
     )
-    assert layout.processes == 12
-    assert layout_name(layout) == "tp2+sp pp2x2 dp3 gradients"
+    assert layout.processes == 16
+    assert layout.name == "tp2+sp pp2x2 dp4 gradients"
+    assert layout.model_copy(update={"data_shard": 2}).name == "tp2+sp pp2x2 dp4/2 gradients"
     assert ParallelConfig(tensor=2).processes == 2
-    assert layout_name(ParallelConfig(tensor=2)) == "tp2 pp1 dp1"
+    assert ParallelConfig(tensor=2).name == "tp2 pp1 dp1"
 
 
 # ---- the command

@@ -64,7 +64,7 @@ def test_a_line_says_the_figures_of_the_row():
     checked = Checked.of(case, [use(size, size)], H200)
     row = checked.row()
     assert checked.line() == (
-        f"125m 1 GPU, 4 of 16, recompute none: plan {row[4]} GiB, {row[5]} GiB (+0.0%), "
+        f"125m tp1 pp1 dp1, 4 of 16, recompute none: plan {row[4]} GiB, {row[5]} GiB (+0.0%), "
         f"plan {row[8]} ms, 1,000.0 ms ({row[10]})"
     )
     assert Checked.of(case, [use()], None).line().endswith("recompute none: 1,000.0 ms")
@@ -115,7 +115,7 @@ def test_lines_come_case_by_case(tmp_path, capsys, monkeypatch, error):
     runs = [(case, _config(case, tmp_path)) for case in cases]
     assert measure_cases_on_rank(runs, "cpu", torch.get_num_threads(), None) == [None, use()]
     told = capsys.readouterr()
-    assert told.out == "tiny 1 GPU, 1 of 1, recompute full: 1,000.0 ms\n"
+    assert told.out == "tiny tp1 pp1 dp1, 1 of 1, recompute full: 1,000.0 ms\n"
 
 
 def test_the_attention_of_a_model_is_tried_once():

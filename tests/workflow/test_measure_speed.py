@@ -187,6 +187,10 @@ def test_parts_of_both_ways_stand_side_by_side(tmp_path):
     assert "attention" not in cells
 
 
+def test_names_of_files_have_no_folders_in_them():
+    assert subject("tp1 pp1 dp4/2").name == "tiny-tp1-pp1-dp4-2"
+
+
 # ---- what is measured
 
 
