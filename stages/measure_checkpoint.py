@@ -114,7 +114,7 @@ def _plan(params: Path, preset: str | None, sizes: dict[str, int | None], rounds
     runtime = file.section("runtime", RuntimeConfig)
     parallel = Params.from_file(file).parallel
     gpus = len(cuda_device_names())
-    device = "cuda" if choose_device(launch, gpus) == "cuda" else "cpu"
+    device = choose_device(launch, gpus)
     given = {name: size for name, size in sizes.items() if size is not None}
     if preset is None and device == "cuda" and not given:
         preset = GPU_PRESET
@@ -242,6 +242,7 @@ def measure_on_rank(
     import torch.distributed as dist
 
     from lib.checkpoint.state import random_streams, training_tensors
+    from lib.train.local_ranks import rank_device
     from lib.train.setup import build_training
     from lib.train.step import Progress, train_step
     from lib.workflow.checkpoint_speed import Subject, measure
@@ -250,9 +251,7 @@ def measure_on_rank(
     runtime = RuntimeConfig.model_validate_json(runtime_text)
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(threads)
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device(device_type, torch.cuda.current_device())
+    device = rank_device(device_type)
     parts = build_training(config, runtime, device, layout_for(config, size))
     parts.model.chunks.train()
     progress = Progress()

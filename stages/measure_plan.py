@@ -24,6 +24,7 @@ from lib.output_file import OutputFile
 from lib.plan.ceilings import Ceilings, known_ceilings, read_ceilings
 from lib.train.hardware import choose_threads, cuda_device_names
 from lib.train.memory_crash import memory_error
+from lib.workflow.measured_works import Device
 from lib.workflow.plan_cases import HEADERS, Case, Checked, RankUse, usual_cases
 from lib.workflow.shapes import documents_for
 from lib.workflow.step_figures import TimingPlan
@@ -114,7 +115,11 @@ def _as_before(case: Case, checked: Sequence[Checked]) -> Case:
 
 
 def _measure(
-    cases: Sequence[Case], launch: LaunchConfig, device: str, folder: Path, rates: Ceilings | None
+    cases: Sequence[Case],
+    launch: LaunchConfig,
+    device: Device,
+    folder: Path,
+    rates: Ceilings | None,
 ) -> list[Checked]:
     from lib.train.local_ranks import run_on_ranks
 
@@ -132,7 +137,7 @@ def _measure(
             threads,
             rates,
             timeout=_SECONDS,
-            device="cuda" if device == "cuda" else "cpu",
+            device=device,
         )
     except AssertionError as error:
         if memory_error(str(error)) is None:
@@ -182,10 +187,10 @@ def measure_cases_on_rank(
     import torch
     import torch.distributed as dist
 
+    from lib.train.local_ranks import rank_device
+
     torch.set_num_threads(threads)
-    device = torch.device("cpu")
-    if device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = rank_device(device_type)
     found: list[RankUse | None] = []
     attention: dict[ModelConfig, str] = {}  # as the first run of each model has found it
     is_alone = dist.get_world_size() == 1

@@ -241,6 +241,7 @@ def measure_on_rank(
     import torch
     import torch.distributed as dist
 
+    from lib.train.local_ranks import rank_device
     from lib.train.measuring import MeasuredTraining
     from lib.workflow.huggingface_model import HuggingFaceModel
     from lib.workflow.plain_steps import PlainSteps
@@ -248,7 +249,7 @@ def measure_on_rank(
 
     config = RunConfig.model_validate_json(config_text)
     runtime = RuntimeConfig.model_validate_json(runtime_text)
-    device, name = _place(device_type)
+    device = rank_device(device_type)
     torch.set_num_threads(threads)
     with MeasuredTraining(config, runtime, device) as training:
         ways: dict[str, Step] = {OURS: training.step}
@@ -260,7 +261,7 @@ def measure_on_rank(
         times = time_steps(ways, plan, device, dist.get_rank())
         timed = training.rows[plan.warmup : plan.warmup + plan.steps]
         waited = statistics.median(row.data_wait_ms for row in timed)
-        return RankFigures(name, training.runtime.attention, waited, times)
+        return RankFigures(_device_name(device), training.runtime.attention, waited, times)
 
 
 def measure_plain_on_rank(
@@ -274,24 +275,21 @@ def measure_plain_on_rank(
         device_type: where to compute.
         plan: how to time.
     """
+    from lib.train.local_ranks import rank_device
     from lib.workflow.plain_steps import compiled_plain_steps
     from lib.workflow.step_timing import time_steps
 
     config = RunConfig.model_validate_json(config_text)
-    device, name = _place(device_type)
+    device = rank_device(device_type)
     vocab_size, shape = config.data.vocab_size, (*batches, config.training.seq_length)
     step = compiled_plain_steps(config.model, vocab_size, shape, config.optimizer, device)
-    return RankFigures(name, "", 0.0, time_steps({PLAIN: step}, plan, device, 0))
+    return RankFigures(_device_name(device), "", 0.0, time_steps({PLAIN: step}, plan, device, 0))
 
 
-def _place(device_type: Device) -> "tuple[torch.device, str]":
-    """This rank's device, and its name."""
+def _device_name(device: "torch.device") -> str:
     import torch
 
-    if device_type == "cpu":
-        return torch.device("cpu"), cpu_name()
-    device = torch.device("cuda", torch.cuda.current_device())
-    return device, torch.cuda.get_device_name(device)
+    return cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 if __name__ == "__main__":

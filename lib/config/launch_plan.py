@@ -7,6 +7,7 @@ data.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from lib.config.nearest import divisors, divisors_near, multiples_near, nearest_of
 from lib.config.operation import LaunchConfig
@@ -42,7 +43,7 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
 
-def choose_device(launch: LaunchConfig, gpus: int) -> str:
+def choose_device(launch: LaunchConfig, gpus: int) -> Literal["cpu", "cuda"]:
     """``"cuda"`` or ``"cpu"`` for a machine with so many GPUs.
 
     Raises:

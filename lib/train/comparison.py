@@ -21,7 +21,7 @@ from lib.config.launch_plan import layout_for
 from lib.config.operation import RuntimeConfig
 from lib.config.run_config import RunConfig
 from lib.config.schema import ParallelConfig
-from lib.train.local_ranks import run_on_ranks
+from lib.train.local_ranks import rank_device, run_on_ranks
 from lib.train.setup import TrainingParts, build_training
 from lib.train.step import Progress, train_step
 
@@ -132,10 +132,8 @@ def train_on_rank(config_text: str, runtime_text: str, steps: int, device: str) 
     """One rank's part for one layout; rank 0 gives the outcome."""
     config = RunConfig.model_validate_json(config_text)
     runtime = RuntimeConfig.model_validate_json(runtime_text)
-    place = torch.device(device)
-    if device == "cuda":
-        place = torch.device(device, torch.cuda.current_device())
-    parts = build_training(config, runtime, place, layout_for(config, dist.get_world_size()))
+    layout = layout_for(config, dist.get_world_size())
+    parts = build_training(config, runtime, rank_device(device), layout)
     gradients: list[dict[str, Tensor]] = []
     progress = Progress()
     parts.model.chunks.train()

@@ -246,6 +246,15 @@ def _gpu_of(rank: int, size: int) -> "torch.device":
     return device
 
 
+def rank_device(kind: str) -> "torch.device":
+    """Where a rank computes: the CPU, or for ``cuda`` the GPU that was made its current one."""
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _load(name: str, file: str) -> ModuleType:
     """Imports a module of ours by its name, others by path: pytest's test modules have no name."""
     if name.startswith("lib."):
