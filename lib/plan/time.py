@@ -147,7 +147,10 @@ class _Step:
 
     @cached_property
     def _is_launched(self) -> bool:
-        """Whether the host launches kernels one by one (``lib.train.graphs``)."""
+        """Whether the host launches kernels one by one (``lib.train.graphs``).
+
+        Several ranks replay theirs too, but how fast is not known: none was measured.
+        """
         work = self.work
         model, runtime = work.model, work.runtime
         draws = model.hidden_dropout > 0 or model.attention_dropout > 0
