@@ -1,5 +1,6 @@
 """Command: checks the plan on this machine's GPUs: memory and time of real training steps."""
 
+import gc
 import json
 import statistics
 import tempfile
@@ -210,6 +211,8 @@ def measure_cases_on_rank(
                 raise
             found.append(None)
             warn(f"{case.text()}: {str(error).splitlines()[0]}")
+        # Models refer to themselves; where one did not fit, all that was built of it does too.
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return found

@@ -3,7 +3,6 @@
 Model, optimizer, data path and step are those of a real run: only who calls the step is another.
 """
 
-import gc
 import math
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -53,7 +52,7 @@ def repeated_parts(
 
 
 class MeasuredTraining:
-    """One rank's part of a run, in a process group of all ranks; a context, which frees it.
+    """One rank's part of a run, in a process group of all ranks; a context, which ends it.
 
     Args:
         config: the run; ``config.parallel`` is the layout.
@@ -90,7 +89,6 @@ class MeasuredTraining:
         """Ends the readers, and lets go of the model."""
         self.parts.close()
         del self.parts
-        gc.collect()
 
     def step(self) -> float:
         """Takes the next step; gives the loss, nats per token. A GPU may still be updating."""

@@ -1,6 +1,7 @@
 """The check of the plan: its cases can run and fit, and are put beside what ranks took."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -98,14 +99,20 @@ def test_what_was_measured_stays_when_the_next_group_ends_it(tmp_path, monkeypat
     ],
 )
 def test_lines_come_case_by_case(tmp_path, capsys, monkeypatch, error):
-    """On the only rank, also where a run has no memory."""
+    """On the only rank, also where a run has no memory; nothing is left of that one."""
     cases = [case for case in usual_cases(RUNTIME, 0) if case.ranks == 1]
     outcomes = [error, use()]
+
+    left = []
 
     def measured(*_run):
         outcome = outcomes.pop(0)
         if isinstance(outcome, Exception):
-            raise outcome
+            module = torch.nn.Module()
+            object.__setattr__(module, "itself", module)
+            left.append(weakref.ref(module))
+            raise type(outcome)(str(outcome))
+        assert left[0]() is None
         told = capsys.readouterr().err
         assert str(error).splitlines()[0] in " ".join(told.split())
         return outcome
