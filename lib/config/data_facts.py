@@ -132,11 +132,6 @@ class DataFacts(TokensFacts):
         """The corpora of the blends, in the order of each phase's weights and samples."""
         return tuple(self.phases[0].weights)
 
-    @property
-    def test(self) -> tuple[str, ...]:
-        """Corpora on whose split ``test`` the finished model is evaluated."""
-        return self.validation
-
     def phase_index_at(self, consumed_samples: int) -> int:
         """Number of the phase of the sample that follows ``consumed_samples``."""
         begun = [phase.from_samples <= consumed_samples for phase in self.phases]

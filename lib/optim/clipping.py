@@ -24,7 +24,7 @@ from lib.parallel.groups import Group, ParallelGroups
 from lib.parallel.storage import local
 
 _EPSILON = 1e-6
-NO_COPIES: frozenset[nn.Parameter] = frozenset()
+_NO_COPIES: frozenset[nn.Parameter] = frozenset()
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def squared_norm(
     parameters: Iterable[nn.Parameter],
     groups: ParallelGroups,
     *,
-    copies: Set[nn.Parameter] = NO_COPIES,
+    copies: Set[nn.Parameter] = _NO_COPIES,
 ) -> Tensor:
     """The sum of the squares of all gradients, as the backward pass left them.
 

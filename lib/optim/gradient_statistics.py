@@ -7,13 +7,13 @@ the number of parameters. Each element counts once, by the rule of ``lib.optim.c
 
 import math
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lib.optim.clipping import NO_COPIES, counts_here, device_of
+from lib.optim.clipping import counts_here, device_of
 from lib.parallel.collectives import all_reduce
 from lib.parallel.groups import ParallelGroups
 from lib.parallel.storage import local
@@ -26,16 +26,14 @@ def gradient_statistics(
     parameters: Mapping[str, nn.Parameter],
     groups: ParallelGroups,
     *,
-    copies: Set[nn.Parameter] = NO_COPIES,
     loss_scale: float = 1.0,
 ) -> list[Row]:
     """Looks at all gradients; every rank must call this, with gradients complete.
 
     Args:
-        parameters: this rank's parameters by global name, in the same order on all ranks of a
-            pipeline stage.
+        parameters: those that count on this rank, by global name, in the same order on all ranks
+            of a pipeline stage.
         groups: of this rank.
-        copies: those of the parameters that count on another pipeline stage.
         loss_scale: the factor that the gradients hold; figures are given without it.
 
     Returns:
@@ -44,12 +42,11 @@ def gradient_statistics(
         ``mean`` of the finite elements; ``zeros``, the share of
         elements that are exactly 0; ``not_finite``, the number of those that are infinite or NaN.
     """
-    own = {name: value for name, value in parameters.items() if value not in copies}
-    device = device_of(own.values(), groups.world)
-    sums, largest = _stage_table(own, device, groups)
+    device = device_of(parameters.values(), groups.world)
+    sums, largest = _stage_table(parameters, device, groups)
     rows = [
         _row(name, counts, top, loss_scale)
-        for name, counts, top in zip(own, sums.tolist(), largest.tolist(), strict=True)
+        for name, counts, top in zip(parameters, sums.tolist(), largest.tolist(), strict=True)
         if counts[0] > 0
     ]
     return sorted(_gather(rows, groups), key=lambda row: _order(str(row["name"])))

@@ -93,13 +93,13 @@ class Truth:
     seconds_to_begin: float
 
 
-def leave_alone(prepared: Path, name: str = "left_alone") -> Truth:
+def leave_alone(prepared: Path) -> Truth:
     """Trains undisturbed in a copy of the prepared project.
 
     Raises:
         UserError: it failed.
     """
-    scene = new_scene(prepared, name)
+    scene = new_scene(prepared, "left_alone")
     start = Start(scene, "pretrain")
     try:
         start.wait(lambda: scene.reached() > 0, PATIENCE_S)

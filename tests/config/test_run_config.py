@@ -106,7 +106,7 @@ def blended(make: Factory, corpora: tuple[str, ...] = ("web", "code"), **data: A
 def test_a_blend_by_size_reads_all_equally_often(make: Factory) -> None:
     run = blended(make)
     assert run.data.phases[0].weights == {"code": 31.0, "web": 62.0}
-    assert run.data.validation == run.data.test == run.data.trained == ("code", "web")
+    assert run.data.validation == run.data.trained == ("code", "web")
     assert run.data.passes(80) == {"code": 80 / 93, "web": 80 / 93}
     assert run.derived.epochs == 80 / 93
 
