@@ -287,9 +287,9 @@ class _Step:
         if work.copies == 1:
             return 0.0
         values = self._parameters[0]
-        unit = work.parallel.tensor * work.parallel.pipeline
         layer = values / max(1, work.model.num_layers // work.parallel.pipeline)
-        inside = max(1, self.gpus_per_node // unit)
+        # Copies of a pipeline stage lie side by side (``lib.parallel.mesh``).
+        inside = max(1, self.gpus_per_node // work.parallel.tensor)
         shards = work.shards
         crosses = shards > inside
         gathers, reductions = self._exchanges

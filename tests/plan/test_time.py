@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +80,18 @@ def test_transfers_between_nodes_cost_more():
     within, across = step_time(laid, H200, 16), step_time(laid, H200, 4)
     assert across.exposed > 2 * within.exposed
     assert across.seconds > within.seconds
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize(("data", "shard"), [(2, None), (4, None), (4, 2), (8, None), (8, 4)])
+def test_copies_talk_between_nodes_where_their_ranks_are_on_several(tensor, pipeline, data, shard):
+    """By the grid of ``lib.parallel.mesh``: tensor is fastest, then data, then pipeline."""
+    planned = work(sizes=(1, 16), tensor=tensor, pipeline=pipeline, data=data, data_shard=shard)
+    groups = np.arange(tensor * pipeline * data).reshape(pipeline, data, tensor)
+    nodes = [set(group // 8) for stage in groups for group in stage.T]
+    together, apart = (step_time(planned, H200, size).exposed for size in (planned.ranks, 8))
+    assert (apart > together) == any(len(each) > 1 for each in nodes)
 
 
 def test_copies_of_the_model_multiply_the_tokens():
