@@ -5,6 +5,8 @@ import json
 import pytest
 
 from lib.errors import UserError
+from lib.hardware.facts import Facts
+from lib.hardware.findings import as_record, fine
 from lib.plan.ceilings import H200, interpolated, known_ceilings, read_ceilings
 
 
@@ -111,11 +113,11 @@ OF_H200 = {
 }
 
 
-def record(tmp_path, figures, name="NVIDIA H200", device="cuda"):
+def record(tmp_path, figures, name="NVIDIA H200", gpus=2):
+    """As ``stages.check_hardware`` writes it."""
     path = tmp_path / "hardware.json"
-    machine = {"cores": 4, "gpus": [name] * 2}
-    kept = {"version": 1, "device": device, "machine": machine, "ceilings": figures, "findings": []}
-    path.write_text(json.dumps(kept))
+    found = as_record([fine("all", "", "cuda", **figures)], Facts(gpus=(name,) * gpus))
+    path.write_text(json.dumps(found))
     return path
 
 
@@ -148,7 +150,7 @@ def test_each_figure_of_a_record_counts_beside_that_of_an_h200(tmp_path, figure)
 
 def test_what_a_record_lacks_is_as_of_the_known_gpu(tmp_path):
     name = "NVIDIA A100-SXM4-80GB"
-    found = read_ceilings(record(tmp_path, {"product_tflops": 250.0, "link_gb_per_s": None}, name))
+    found = read_ceilings(record(tmp_path, {"product_tflops": 250.0}, name))
     known = known_ceilings(name)
     assert found.product_tflops == pytest.approx(H200.product_tflops * 250 / 792)
     assert found == known.model_copy(update={"product_tflops": found.product_tflops})
@@ -160,7 +162,7 @@ def test_what_a_record_lacks_is_as_of_the_known_gpu(tmp_path):
     ("changes", "word"),
     [
         ({"name": "Z9"}, "Z9"),
-        ({"device": "cpu"}, "device"),
+        ({"gpus": 0}, "device"),
         ({"figures": {"copy_gb_per_s": -1}}, "copy_gb_per_s"),
     ],
 )
