@@ -23,7 +23,6 @@ from lib.errors import InvalidParams, UserError
 from lib.train.comparison_cases import (
     layouts_up_to,
     small_version,
-    without_dropout,
 )
 
 VOCABULARY = 500
@@ -60,7 +59,7 @@ def main(
     With --up-to N all layouts over up to N processes are compared that the model admits. The
     model is a small one of the same kind, unless --full-size is given; dropout is off.
     """
-    sections = without_dropout(Params.from_file(read_params(params)))
+    sections = Params.from_file(read_params(params)).without_dropout()
     runtime = read_params(params).section("runtime", RuntimeConfig)
     layouts = layouts_up_to(sections, up_to) if up_to else [_own_layout(sections)]
     if not layouts:

@@ -6,7 +6,7 @@ deterministic, so that DVC sees a change only where there is one.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -168,6 +168,11 @@ class Params:
     def longest_seq_length(self) -> int:
         """Tokens of the longest sample of any phase."""
         return longest_seq_length(self.training, self.data)
+
+    def without_dropout(self) -> Self:
+        """The same run without dropout, whose masks no two layouts share, and no baseline has."""
+        still = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+        return replace(self, model=self.model.model_copy(update=still))
 
 
 def resolved_model(config: RunConfig | Params) -> ModelConfig:

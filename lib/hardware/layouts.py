@@ -13,7 +13,6 @@ from lib.train.comparison import Difference, compare, run_layout, run_layouts, w
 from lib.train.comparison_cases import (
     is_admitted,
     small_version,
-    without_dropout,
 )
 from lib.train.random_tokens import random_tokens
 
@@ -58,7 +57,7 @@ def compare_layouts(
     Raises:
         AssertionError: a rank failed or hung; the text has its traceback.
     """
-    whole = without_dropout(params)
+    whole = params.without_dropout()
     whole = replace(whole, model=whole.model.model_copy(update={"num_layers": _LAYERS}))
     layouts = layouts_of(whole, processes)
     run = replace(

@@ -71,12 +71,6 @@ def _small_data(data: DataSection, training: TrainingSection, steps: int) -> Dat
     )
 
 
-def without_dropout(params: Params) -> Params:
-    """The same run without dropout, whose masks no two layouts share."""
-    still = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    return replace(params, model=params.model.model_copy(update=still))
-
-
 def layouts_up_to(params: Params, processes: int) -> list[ParallelConfig]:
     """All layouts over up to so many processes that break no rule, one process left out."""
     found = []

@@ -102,12 +102,11 @@ def _named(file: ParamsFile, name: str, device: Device) -> tuple[Shape, Parallel
     """A reference, or the model of the file without dropout, which no baseline has."""
     if name != OF_THE_FILE:
         return REFERENCES[name], ParallelConfig(), "bf16" if device == "cuda" else "fp32"
-    sections = Params.from_file(file)
+    sections = Params.from_file(file).without_dropout()
     training = sections.training
-    still = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
     shape = Shape(
         name,
-        sections.model.model_copy(update=still),
+        sections.model,
         vocabulary_of(file),
         training.seq_length,
         training.micro_batch_size,

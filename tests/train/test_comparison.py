@@ -23,7 +23,6 @@ from lib.train.comparison_cases import (
     is_admitted,
     layouts_up_to,
     small_version,
-    without_dropout,
 )
 from stages import compare_layouts
 from tests.train.tiny_run import tiny_config, write_tokens
@@ -165,7 +164,7 @@ def test_another_run_is_another_outcome(manifest):
 
 @pytest.fixture
 def params():
-    return without_dropout(Params.from_file(read_params(ROOT / "params.yaml")))
+    return Params.from_file(read_params(ROOT / "params.yaml")).without_dropout()
 
 
 MODELS = {
