@@ -67,8 +67,9 @@ def main(
     """Reads SCRIPT, a launch script of Megatron-LM ("-": standard input), and writes the same run.
 
     A command line or flags alone do as well. Nothing is executed: variables, arrays, functions,
-    if and case are followed by reading. The parameters are those of --params with every key set
-    that Megatron has a flag or a default for; comments stay.
+    conditions and loops are followed by reading, and so are files beside SCRIPT that it sources.
+    The parameters are those of --params with every key set that Megatron has a flag or a default
+    for; comments stay.
 
     Lists which flags became which keys, which keys are set to defaults of Megatron, which flags
     Megatron itself no longer has, which have no counterpart here and why, and which are unknown.
@@ -78,7 +79,7 @@ def main(
     exit status is 1. Unknown flags, and those without a counterpart, are no error.
 
     \b
-    Reads   SCRIPT, params.yaml
+    Reads   SCRIPT, files that it sources, params.yaml
     Writes  the file of --output
     """  # noqa: D301  (click wants the character, not the two that r"..." would give)
     if output is not None and output.exists() and not overwrite:
@@ -87,7 +88,12 @@ def main(
         params_file = read_params(params)
         corpora = params_file.plain("corpora")
         taken = list(corpora) if isinstance(corpora, dict) else []
-        found = import_launch(read_script(script), read_variables(given), taken)
+        found = import_launch(
+            read_script(script),
+            read_variables(given),
+            taken,
+            source=lambda name: beside(script, name),
+        )
         written = write_import(params_file, found)
     except UserError as error:
         if not as_json:
@@ -136,6 +142,15 @@ def read_script(script: str) -> str:
         raise UserError(f"{script}: no such file; give a launch script, or - for input") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{script}: cannot be read as text ({error})") from None
+
+
+def beside(script: str, name: str) -> str | None:
+    """The text of a file that a script reads in, by its name beside the script; None: not there."""
+    path = Path(script).parent / Path(name).name
+    try:
+        return path.read_text(encoding="utf-8-sig") if script != "-" and path.is_file() else None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def read_variables(given: tuple[str, ...]) -> dict[str, str]:

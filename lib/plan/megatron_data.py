@@ -38,6 +38,7 @@ def import_data(importing: Importing, taken: Collection[str]) -> None:
             "no --data-path: data.imported, data.blend and data.validation stay as they are"
         )
         _split(importing, importing.arguments.values("split"))
+        _measuring(importing)
         return
     importing.put("data.imported", names, *_PATHS)
     importing.put("data.blend", train, "data-path", "train-data-path")
@@ -49,6 +50,7 @@ def import_data(importing: Importing, taken: Collection[str]) -> None:
         changes_result=False,
     )
     _split(importing, ("100,0,0",) if blends["train-data-path"] else None)
+    _measuring(importing)
     for name, prefix in names.items():
         importing.notes.append(
             f"then: python -m stages.describe_tokens {prefix} --tokenizer data/tokenizer (data."
@@ -70,6 +72,24 @@ def _split(importing: Importing, values: Sequence[str] | None) -> None:
     if len(shares) < 3 or not shares[2].strip("0. "):
         why = "the split leaves no documents for the test"
         importing.put("evaluate.split", "valid", why=why)
+
+
+def _measuring(importing: Importing) -> None:
+    """Where Megatron measures no loss while it trains, none is measured here."""
+    name, interval = "training.eval_iters", "training.eval_interval"
+    iterations = importing.value(name)
+    if isinstance(iterations, int) and iterations < 1:
+        importing.put(name, 0, "eval-iters", why="Megatron measures nothing with fewer than 1")
+        importing.put(interval, 0, "eval-interval", "eval-iters", why="as --eval-iters wants it")
+    shares = [share.strip(" 0.") for share in str(importing.value("training.split")).split(",")]
+    if any(shares[1:]) or importing.value("data.validation"):
+        return
+    flag = "split" if importing.arguments.has("split") else "valid-data-path"
+    importing.refuse(
+        flag,
+        "no documents are left to measure the loss on, as stages.evaluate does at the end",
+        "give --valid-data-path, or a split such as 99,1,0",
+    )
 
 
 def _blend(
@@ -125,45 +145,62 @@ def _name(prefix: str, taken: Collection[str]) -> str:
 def _tokenizer(importing: Importing) -> None:
     arguments = importing.arguments
     kind = arguments.text("tokenizer-type")
-    files = arguments.has("vocab-file") and arguments.has("merge-file")
+    files = all(flag in arguments.given for flag in ("vocab-file", "merge-file"))
+    used: tuple[str, ...] = ()
+    why, matters = "--tokenizer-type asks for other files", False
     if kind == "GPT2BPETokenizer" or (kind is None and files):
-        _put_tokenizer(importing, "gpt2", ("tokenizer-type", "vocab-file", "merge-file"))
-        importing.put("tokenizer.vocab_file", arguments.text("vocab-file"), "vocab-file")
-        importing.put("tokenizer.merges_file", arguments.text("merge-file"), "merge-file")
-        importing.put("tokenizer.end_of_document", "<|endoftext|>", why="GPT-2's")
-        for flag in ("vocab-file", "merge-file"):
-            if not arguments.has(flag):
-                importing.refuse(flag, "the tokenizer needs it", f"add --{flag} FILE")
+        used = _gpt2(importing)
     elif kind in _SENTENCEPIECE:
-        flag = "tokenizer-model" if arguments.has("tokenizer-model") else "vocab-file"
-        _put_tokenizer(importing, "sentencepiece", ("tokenizer-type",))
-        importing.put("tokenizer.path", arguments.text(flag), flag)
+        used = _one_file(importing, "sentencepiece")
         importing.put("tokenizer.end_of_document", "</s>", why="Llama's: look into the model")
-        _needs_file(importing, flag)
     elif kind in _HUGGING_FACE:
-        flag = "tokenizer-model" if arguments.has("tokenizer-model") else "vocab-file"
-        path = arguments.text(flag)
-        if path is not None and not path.endswith(".json"):
-            path = f"{path.rstrip('/')}/tokenizer.json"
-        _put_tokenizer(importing, "tokenizer_json", ("tokenizer-type",))
-        importing.put("tokenizer.path", path, flag, why="a folder's tokenizer.json")
-        _needs_file(importing, flag)
+        used = _one_file(importing, "tokenizer_json")
         importing.notes.append(
             "tokenizer.path must be a file on this machine, and tokenizer.end_of_document its "
             "token: Megatron asks the Hugging Face hub for both"
         )
     else:
         importing.leave("tokenizer-type", "gpt2, sentencepiece and tokenizer.json are here")
-        for flag in ("tokenizer-model", "vocab-file", "merge-file"):
-            importing.leave(flag, "the section tokenizer stays as it is")
+        why, matters = "the section tokenizer stays as it is", True
+    for flag in ("tokenizer-model", "vocab-file", "merge-file"):
+        if flag not in used:
+            importing.leave(flag, why, changes_result=matters)
+
+
+def _gpt2(importing: Importing) -> tuple[str, ...]:
+    """Puts the tokenizer of two files; gives the flags that name them."""
+    arguments, flags = importing.arguments, ("vocab-file", "merge-file")
+    paths = {flag: arguments.text(flag) for flag in flags}
+    missing = [flag for flag in flags if not arguments.has(flag)]
+    for flag in missing:
+        importing.refuse(flag, "--tokenizer-type GPT2BPETokenizer needs it", f"add --{flag} FILE")
+    if not missing:
+        _put_tokenizer(importing, "gpt2", ("tokenizer-type", *flags))
+        importing.put("tokenizer.vocab_file", paths["vocab-file"], "vocab-file")
+        importing.put("tokenizer.merges_file", paths["merge-file"], "merge-file")
+        importing.put("tokenizer.end_of_document", "<|endoftext|>", why="GPT-2's")
+    return flags
+
+
+def _one_file(importing: Importing, kind: str) -> tuple[str, ...]:
+    """Puts a tokenizer of one file; gives the flag that names it."""
+    arguments = importing.arguments
+    flag = "vocab-file" if "tokenizer-model" not in arguments.given else "tokenizer-model"
+    path, why = arguments.text(flag), ""
+    if not arguments.has(flag):
+        name = arguments.text("tokenizer-type")
+        importing.refuse(
+            "tokenizer-model", f"--tokenizer-type {name} needs it", "add --tokenizer-model FILE"
+        )
+        return ()
+    if kind == "tokenizer_json" and path is not None and not path.endswith(".json"):
+        path, why = f"{path.rstrip('/')}/tokenizer.json", "a folder's tokenizer.json"
+    _put_tokenizer(importing, kind, ("tokenizer-type",))
+    importing.put("tokenizer.path", path, flag, why=why)
+    return (flag,)
 
 
 def _put_tokenizer(importing: Importing, kind: str, flags: tuple[str, ...]) -> None:
     importing.put("tokenizer.kind", kind, *flags)
     for name in ("path", "vocab_file", "merges_file"):
         importing.put(f"tokenizer.{name}", None)
-
-
-def _needs_file(importing: Importing, flag: str) -> None:
-    if not importing.arguments.has(flag):
-        importing.refuse("tokenizer-model", "the tokenizer needs it", "add --tokenizer-model FILE")

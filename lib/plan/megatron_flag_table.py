@@ -1,9 +1,9 @@
 """Flags of Megatron-LM, of all its years and of its best known forks, that set no parameter here.
 
-Forks: Megatron-DeepSpeed (bigscience and Microsoft), Megatron-LLM, BigCode. ``RENAMED`` are flags
-that today's Megatron-LM no longer has; the other two tables are those that have no counterpart
-here, by the reason: without those of ``CHANGES_RESULT`` a run is another run. ``*`` in a name
-stands for any letters.
+Forks: Megatron-DeepSpeed (bigscience and Microsoft), EleutherAI's, Megatron-LLM, BigCode, llm-jp,
+Pai-Megatron-Patch. ``RENAMED`` are flags that today's Megatron-LM no longer has; the other two
+tables are those that have no counterpart here, by the reason: without those of ``CHANGES_RESULT``
+a run is another run. ``*`` in a name stands for any letters.
 """
 
 RENAMED: dict[str, str] = {
@@ -21,6 +21,7 @@ RENAMED: dict[str, str] = {
     "min-scale": "--min-loss-scale",
     "model-parallel-size": "--tensor-model-parallel-size",
     "no-tie-embed-logits": "--untie-embeddings-and-output-weights",
+    "pipe-parallel-size": "--pipeline-model-parallel-size",
     "rotary-theta": "--rotary-base",
     "save-iters": "--save-interval",
     "tokenizer-file": "--tokenizer-model",
@@ -28,6 +29,7 @@ RENAMED: dict[str, str] = {
     "tokenizer-path": "--tokenizer-model",
     "train-data": "--data-path",
     "valid-data": "--valid-data-path",
+    "vocab": "--vocab-file",
     "test-data": "--test-data-path",
     "warmup": "--lr-warmup-fraction",
     # something else does it now
@@ -52,6 +54,7 @@ RENAMED: dict[str, str] = {
     "fp32-embedding": "none",
     "fp32-layernorm": "none",
     "fp32-tokentypes": "none",
+    "gas": "none: --global-batch-size / (--micro-batch-size x copies)",
     "glu-activation": "--swiglu",
     "lazy-loader": "none: files are always mapped into memory",
     "load-all-rng": "none: the default (--no-load-rng)",
@@ -99,8 +102,8 @@ RENAMED: dict[str, str] = {
 
 CHANGES_RESULT: dict[str, str] = {
     "weights to start from: stages.import_model, then training.initial_weights": (
-        "reset-progress "
-        "finetune load-main-params-from-ckpt pretrained-* pretrained-checkpoint reset-iteration"
+        "finetune load-main-params-from-ckpt load-openai pretrained-* pretrained-checkpoint "
+        "reset-iteration reset-progress"
     ),
     "fp8 and fp4: products are in bf16 here": (
         "activation-func-fp8-* disable-parameter-transpose-cache first-last-layers-bf16 fp4-* "
@@ -131,7 +134,7 @@ CHANGES_RESULT: dict[str, str] = {
     ),
     "another attention or position: not here": (
         "attention-output-gate mrope-section no-rope-freq qk-clip* qk-l2-norm "
-        "relative-attention-* rope-* rope-scaling-factor rotary-interleaved "
+        "relative-attention-* rope-* rope-scaling-factor rotary-interleaved sparsity "
         "rotary-seq-len-interpolation-factor sliding-window-size softmax-scale softmax-type "
         "use-rope-scaling window-attn-skip-freq window-size"
     ),
@@ -147,11 +150,12 @@ CHANGES_RESULT: dict[str, str] = {
     "another optimizer or rate: AdamW with one rate and one weight decay here": (
         "adaptive-muon-* ademamix-* apply-wd-to-qk-layernorm cpu-optimizer cpu-torch-adam "
         "decoupled-lr decoupled-min-lr dump-param-to-param-group-map end-weight-decay "
-        "head-lr-mult muon-* optimizer-* sgd-momentum start-weight-decay "
-        "use-torch-optimizer-for-cpu-offload weight-decay-incr-style"
+        "head-lr-mult mup-* muon-* optimizer-* sgd-momentum start-weight-decay "
+        "use-mup use-torch-optimizer-for-cpu-offload weight-decay-incr-style"
     ),
     "models other than a decoder of text: not here": (
         "bert-* biencoder-* block-data-path classes-fraction data-per-class-fraction decoder-* "
+        "deep-init "
         "dino-* embedding-path encoder-* evidence-data-path ict-* img-* indexer-* "
         "iter-per-epoch mask-* max-preds-per-seq no-data-sharding num-channels num-classes "
         "output-bert-* patch-dim prefix-lm-* query-in-block-prob retriever-* retro-* "
@@ -160,8 +164,10 @@ CHANGES_RESULT: dict[str, str] = {
     ),
     "learning by rewards or from conversations: not here": (
         "norm-target-loss "
-        "data-type grpo-* instruct-* langrl-* loss-on-targets-only perform-rl-step "
-        "reweight-loss-* rl-* scalar-loss-mask sft sft-* variable-seq-lengths"
+        "data-type grpo-* instruct-* langrl-* loss-on-targets-only no-langrl-* no-rl-* "
+        "perform-rl-step "
+        "pad-packed-seq-alignment reweight-loss-* rl-* scalar-loss-mask sequence-packing-scheduler "
+        "sft sft-* use-varlen-dataset variable-seq-lengths varlen-*"
     ),
     "another mix of the data: not here": (
         "curriculum-* data-efficiency-* disable-doc-shuffling fim-* goldfish-* goldfish-loss "
@@ -173,6 +179,10 @@ CHANGES_RESULT: dict[str, str] = {
     "a list of data in another file, which is not read: write data.imported and data.blend": (
         "*-weighted-split-paths *-weighted-split-paths-path data-args-path per-split-data-args-path"
     ),
+    "data and tokenizer that a fork prepares by itself: write the sections data and tokenizer": (
+        "dataset max-padding-length patch-tokenizer-type train-mode"
+    ),
+    "another loss: training.z_loss is one factor of it here": ("use-z-loss"),
     "made-up data: the corpora of params.yaml are read instead": ("mock-data"),
     "learning from a teacher: not here": (
         "*-teacher distill* export-kd-* hidden-size-teacher kd kd-* load-teacher mos "
@@ -201,6 +211,7 @@ CHANGES_NOTHING: dict[str, str] = {
         "no-use-tokenizer-model-from-checkpoint-args non-persistent-* "
         "override-opt-param-scheduler replication replication-* save universal-checkpoint "
         "use-checkpoint-args use-checkpoint-opt-param-scheduler "
+        "use-gcp-dynamic-checkpointing "
         "use-mp-args-from-checkpoint-args use-persistent-ckpt-worker verify-checkpoint*"
     ),
     "Ctrl-C and SIGTERM save and stop; raise training.train_iters later to go on": (
@@ -238,15 +249,18 @@ CHANGES_NOTHING: dict[str, str] = {
         "no-gradient-reduce-div-fusion no-overlap-* no-scatter-gather-tensors-in-pipeline "
         "outer-dp-sharding-strategy overlap-* pipeline-model-parallel-comm-backend "
         "sharp-enabled-group suggested-communication-unit-size torch-fsdp2-* tp-comm-* "
-        "use-nccl-ub use-ring-exchange-p2p use-sharp use-tp-pp-dp-mapping wgrad-deferral-limit"
+        "use-mpi use-nccl-ub use-ring-exchange-p2p use-sharp use-tp-pp-dp-mapping "
+        "wgrad-deferral-limit"
     ),
     "layers are dealt out so that no chunk is slow, or by parallel.layers_per_chunk": (
         "account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split "
         "no-pipeline-parallel pipeline-model-parallel-layout pp-partition-method"
     ),
     "context parallelism: not here; parallel.sequence and runtime.recompute save memory": (
-        "context-parallel-size cp-comm-type ds-sequence-parallel-* force-ds-sequence-parallel "
-        "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank"
+        "context-parallel-size cp-comm-type ds-sequence-parallel-* dynamic-context-parallel "
+        "force-ds-sequence-parallel "
+        "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank "
+        "min-dynamic-context-parallel-size"
     ),
     "initial weights do not depend on the layout here in any case": ("use-cpu-initialization"),
     "memory and garbage are handled by themselves": (
@@ -256,26 +270,28 @@ CHANGES_NOTHING: dict[str, str] = {
         "no-pin-cpu-* offload-* recompute-modules train-sync-interval"
     ),
     "generation of text: docs/pipeline.md and stages.evaluate": (
-        "use-inference-optimized-layers "
+        "use-inference-optimized-layers genfile greedy "
         "cuda-graph-* decode-only-* disable-chunked-prefill ds-inference eval-batch-size "
         "flash-decode inference inference-* max-tokens-to-oom mlp-chunks-for-prefill "
-        "nccl-all-reduce-* symmetric-ar-type use-legacy-static-engine"
+        "nccl-all-reduce-* num-samples out-seq-length recompute sample-input-file "
+        "sample-output-file symmetric-ar-type temperature top-k top-p use-legacy-static-engine"
     ),
     "the order of the data is computed here: no index files, one reader": (
-        "allow-ambiguous-pad-tokens aml-data-download-path cache-dir data-cache-path "
-        "data-sharding dataloader-* dataloader-type delim disable-msc eval-text-key "
+        "allow-ambiguous-pad-tokens aml-data-download-path cache-dir data-cache-path data-epochs "
+        "data-loader data-sharding dataloader-* dataloader-type delim disable-msc eval-text-key "
+        "input-data-sizes-file max-num-samples presplit-sentences shuffle skip-mmap-warmup "
         "mid-level-dataset-surplus mmap-bin-files no-create-attention-mask-in-dataloader "
         "no-mmap-bin-files num-dataset-builder-threads object-storage-cache-path s3-cache-path "
         "valid-num-workers"
     ),
     "evaluation: each corpus of data.validation is measured by itself": (
-        "eval-max-preds-per-seq eval-only eval-seq-length full-validation "
-        "multiple-validation-sets skip-train test-mode"
+        "cloze-eval eval-hf eval-max-preds-per-seq eval-only eval-seq-length full-validation "
+        "multiple-validation-sets overlapping-eval skip-train strict-lambada test-mode"
     ),
     "the tokenizer's files say it": (
-        "force-system-message image-tag-type legacy-tokenizer no-new-tokens pad-vocab-size-to "
-        "padded-vocab-size tiktoken-* tokenizer-metadata tokenizer-model-type trust-remote-code "
-        "vocab-extra-ids vocab-extra-ids-list vocab-size"
+        "extra-vocab-size force-system-message image-tag-type legacy-tokenizer no-new-tokens "
+        "pad-vocab-size-to padded-vocab-size tiktoken-* tokenizer-metadata tokenizer-model-type "
+        "trust-remote-code vocab-extra-ids vocab-extra-ids-list vocab-size"
     ),
     "DeepSpeed is not used: parallel.sharding splits what ZeRO splits": (
         "checkpoint-in-cpu compression-training deepscale deepscale-* deepspeed deepspeed-* "

@@ -6,6 +6,7 @@ that none of them reads is looked up in ``lib.plan.megatron_flag_table``.
 
 import fnmatch
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -179,8 +180,9 @@ class Arguments:
 def _no_number(value: str, kind: str) -> tuple[str, str]:
     """Rule and remedy."""
     if is_unknown(value):
-        name = value.strip("${}<>")
-        return "the script does not say this value", f"give it: --set {name}=VALUE"
+        found = re.search(r"\$\{?(\w+)", value)
+        remedy = f"give it: --set {found.group(1)}=VALUE" if found else "write it into the script"
+        return "the script does not say this value", remedy
     return f"must be {kind}", f"write {kind}"
 
 

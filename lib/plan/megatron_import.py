@@ -20,6 +20,7 @@ from lib.plan.megatron_layout import import_layout
 from lib.plan.megatron_lengths import import_lengths
 from lib.plan.megatron_model import import_model
 from lib.plan.megatron_script import Flag, read_launch
+from lib.plan.shell_script import Source
 
 _OTHER_MODELS = ("bert", "t5", "vit", "vision", "ict", "biencoder", "retro", "multimodal", "vlm")
 _NEEDED = {
@@ -48,7 +49,7 @@ class Import:
         unknown_values: flags whose value the script does not say.
         notes: what a person should know.
         problems: sums that do not add up.
-        is_complete: whether the flags give all that a run needs.
+        is_complete: whether the flags give all that a run needs, and do not contradict each other.
     """
 
     flags: tuple[str, ...]
@@ -73,18 +74,24 @@ class Import:
         return [each for each in self.settings.values() if not each.flags]
 
 
-def import_launch(text: str, variables: Mapping[str, str], taken: Collection[str]) -> Import:
+def import_launch(
+    text: str,
+    variables: Mapping[str, str],
+    taken: Collection[str],
+    source: Source = lambda _name: None,
+) -> Import:
     """Reads a launch script, or the flags alone.
 
     Args:
         text: the script.
         variables: the environment of the script; positional parameters are "1", "2", ...
         taken: the names in the section corpora, which no imported pair may have.
+        source: gives the files that the script reads in with ``source``.
 
     Raises:
         UserError: the text cannot be read as a script, or has no flags.
     """
-    launch = read_launch(text, variables)
+    launch = read_launch(text, variables, source)
     arguments = Arguments(launch.flags)
     importing = Importing(arguments, launch)
     import_model(importing)
@@ -107,7 +114,7 @@ def import_launch(text: str, variables: Mapping[str, str], taken: Collection[str
         unknown_values=tuple(dict.fromkeys(arguments.unknown_values)),
         notes=(*launch.notes, *importing.notes),
         problems=(*arguments.problems, *importing.problems),
-        is_complete=not arguments.problems and settings.keys() >= _NEEDED,
+        is_complete=settings.keys() >= _NEEDED and not (arguments.problems or importing.problems),
     )
 
 

@@ -10,6 +10,9 @@ from lib.config.batch_schedule import BatchSchedule
 from lib.plan.megatron_flags import Importing
 
 _DECAYS = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}
+# Megatron warmed up for this share of the decay, unless told, while it had --batch-size.
+_OLD_WARMUP = 0.01
+_MICRO_BATCHES = ("num-microbatches", "num-microbatches-in-minibatch", "gas")
 _WSD_STYLES = {
     "exponential": "exponential",
     "linear": "linear",
@@ -39,12 +42,8 @@ def import_lengths(importing: Importing, copies: int | None) -> None:
     _sequence(importing)
     batches = _batches(importing, copies)
     _units_agree(importing)
-    train = _length(importing, "train")
-    if train is None:
-        importing.refuse("train-iters", "the run needs a length", "add --train-iters N")
-        return
+    train = _train(importing, batches)
     decay = _length(importing, "lr-decay")
-    _put_train(importing, train, batches)
     _put(importing, "schedule.decay", decay)
     _put(importing, "schedule.warmup", _warmup(importing, decay or train, batches))
     kind = (arguments.text("lr-decay-style") or "linear").lower()
@@ -88,6 +87,12 @@ def _batches(importing: Importing, copies: int | None) -> BatchSchedule | None:
         values = values[:0]
     if values and (values[1] <= 0 or values[2] <= 0):
         values = values[:0]  # Megatron takes such as: no ramp-up
+    if values and importing.arguments.has("train-iters"):
+        importing.refuse(
+            "rampup-batch-size",
+            "--train-iters counts the run in iterations, and Megatron refuses a ramp-up then",
+            "give all lengths in samples, or no ramp-up",
+        )
     for number, name in enumerate(names):
         flags = ("rampup-batch-size",)
         importing.put(f"training.rampup_{name}", values[number] if values else None, *flags)
@@ -108,8 +113,7 @@ def _global_batch(importing: Importing, copies: int | None) -> int | None:
     micro = importing.value("training.micro_batch_size")
     if not isinstance(micro, int) or micro < 1:
         return None
-    flag = "num-microbatches-in-minibatch"
-    flag = "num-microbatches" if arguments.has("num-microbatches") else flag
+    flag = next((each for each in _MICRO_BATCHES if arguments.has(each)), _MICRO_BATCHES[0])
     steps = _count(importing, flag) or 1
     why = f"micro-batch-size {micro} x {copies or 1} copies of the model"
     why += f" x {steps} micro batches" * (steps > 1)
@@ -126,11 +130,12 @@ def _global_batch(importing: Importing, copies: int | None) -> int | None:
 def _units_agree(importing: Importing) -> None:
     """A run in iterations has no lengths in samples, and the other way round."""
     arguments = importing.arguments
-    in_samples = [flag for flag in ("train-samples", "train-tokens") if arguments.has(flag)]
-    if arguments.has("train-iters") and arguments.has("train-samples"):
-        importing.refuse("train-samples", "--train-iters is given as well", "keep one of the two")
+    in_samples = arguments.has("train-samples")
+    if arguments.has("train-iters") == in_samples:
+        if in_samples:
+            importing.refuse("train-samples", "--train-iters is given as well", "keep one of them")
         return
-    main = in_samples[0] if in_samples else "train-iters"
+    main = "train-samples" if in_samples else "train-iters"
     wrong = "iters" if in_samples else "samples"
     for flag in (f"lr-decay-{wrong}", f"lr-warmup-{wrong}"):
         given = arguments.given.get(flag)
@@ -143,43 +148,72 @@ def _units_agree(importing: Importing) -> None:
             )
 
 
-def _length(importing: Importing, stem: str) -> _Length | None:
-    """A length, tokens first: there they override samples."""
+def _train(importing: Importing, batches: BatchSchedule | None) -> _Length | None:
+    """Puts the length of the run; None where no flag says it, or none that can be read."""
     arguments = importing.arguments
-    tokens, length = f"{stem}-tokens", importing.value("training.seq_length")
+    known = len(arguments.problems) + len(importing.problems)
+    train = _length(importing, "train")
+    if train is not None:
+        train = _sooner(importing, train, batches)
+        _put_train(importing, train, batches)
+    elif known == len(arguments.problems) + len(importing.problems):
+        importing.refuse("train-iters", "the run needs a length", "add --train-iters N")
+    return train
+
+
+def _length(importing: Importing, stem: str) -> _Length | None:
+    """A length: one in tokens counts before one in samples or iterations."""
     samples = _count(importing, f"{stem}-samples", least=0)
-    if arguments.has(tokens) and isinstance(length, int):
-        number = _count(importing, tokens, least=0)
-        if number is not None:
-            number = number // length
-            if stem == "train" and samples is not None and samples < number:
-                number = samples  # the run ends with whichever comes first
-            return _Length(number, "samples", (tokens, f"{stem}-samples"))
     iterations = _count(importing, f"{stem}-iters", least=0)
+    tokens, length = _count(importing, f"{stem}-tokens"), importing.value("training.seq_length")
+    if tokens is not None and isinstance(length, int):
+        return _Length(-(-tokens // length), "samples", (f"{stem}-tokens",))
     if iterations:
         return _Length(iterations, "iters", (f"{stem}-iters",))
     return _Length(samples, "samples", (f"{stem}-samples",)) if samples else None
 
 
+def _sooner(importing: Importing, train: _Length, batches: BatchSchedule | None) -> _Length:
+    """A run with a length in tokens and another one ends with whichever comes first."""
+    if train.flags != ("train-tokens",):
+        return train
+    read = importing.arguments.whole
+    batch = batches.global_batch_size if batches else 0
+    ends = {
+        "train-tokens": train.number,
+        "train-samples": read("train-samples") or 0,
+        "train-iters": (read("train-iters") or 0) * batch,
+    }
+    first = min((flag for flag in ends if ends[flag] > 0), key=lambda flag: ends[flag])
+    return _Length(ends[first], "samples", (first, *(flag for flag in ends if flag != first)))
+
+
 def _put_train(importing: Importing, train: _Length, batches: BatchSchedule | None) -> None:
-    """As Megatron, which ends a run with the last whole step."""
+    """A run in samples ends with its last whole step, one in tokens with the step that fills it."""
     number, why = train.number, ""
+    if train.flags[0] == "train-tokens":
+        why = "tokens / seq-length"
     if train.unit == "samples" and batches is not None:
-        number = min(batches.ends_near(number)[0], number)
+        ends = batches.ends_near(number)
+        number = ends[-1] if why else min(ends[0], number)
         if number == 0:
             importing.refuse(train.flags[0], "must be one step at least", "train longer")
         if number != train.number:
-            why = f"the last whole step before {train.number} samples, where Megatron ends too"
-        elif "train-tokens" in train.flags:
-            why = "tokens / seq-length"
+            side = "first whole step after" if why else "last whole step before"
+            why = f"the {side} {train.number} samples, where Megatron ends too"
     _put(importing, "training.train", _Length(number, train.unit, train.flags), why)
 
 
-def _warmup(importing: Importing, decay: _Length, batches: BatchSchedule | None) -> _Length | None:
+def _warmup(
+    importing: Importing, decay: _Length | None, batches: BatchSchedule | None
+) -> _Length | None:
     arguments = importing.arguments
     given = _length(importing, "lr-warmup")
     share = arguments.number("lr-warmup-fraction")
-    if share is None:
+    is_old = any(flag.name == "batch-size" for flag in importing.launch.flags)
+    if share is None and given is None and is_old:
+        share = _OLD_WARMUP
+    if share is None or decay is None:
         return given
     if given is not None:
         importing.refuse("lr-warmup-fraction", f"--{given.flags[0]} is given as well", "keep one")
@@ -195,6 +229,8 @@ def _put(importing: Importing, name: str, length: _Length | None, why: str = "")
     """Puts a length in its unit, and null in the other."""
     if length is not None and not why and "lr-warmup-fraction" in length.flags:
         why = "share of the decay, which is the training's length where no other is given"
+        if not importing.arguments.has("lr-warmup-fraction"):
+            why = "1 % of the decay: Megatron's default while it had --batch-size"
     for unit in ("iters", "samples"):
         if length is not None and length.unit == unit:
             importing.put(f"{name}_{unit}", length.number, *length.flags, why=why)

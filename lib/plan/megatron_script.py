@@ -6,10 +6,11 @@ Nothing is executed: see ``lib.plan.shell_script`` for what of a script is follo
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 
 from lib.errors import UserError
-from lib.plan.shell_script import Command, Followed, follow_script
+from lib.plan.shell_script import Command, Followed, Source, follow_script
 
 _FLAG = re.compile(r"--[A-Za-z]")
 _LAUNCHERS = {"launch.py", "run.py"}
@@ -17,6 +18,9 @@ _FEWEST_FLAGS = 3
 _PRINTING = {"echo", "printf", "cat", "sed"}
 _SLURM = re.compile(r"^#SBATCH\s+(.*?)\s*(?:\s#.*)?$", re.MULTILINE)
 _SLURM_SHORT = {"N": "nodes", "n": "ntasks", "G": "gpus"}
+# Of mpirun and srun: how many processes, and on how many machines.
+_SHORT = {"-np": "ntasks", "-n": "ntasks", "-N": "nodes"}
+_STARTERS = {"mpirun", "mpiexec", "srun"}
 
 
 @dataclass(frozen=True)
@@ -55,21 +59,29 @@ class Launch:
     notes: tuple[str, ...]
 
 
-def read_launch(text: str, variables: Mapping[str, str]) -> Launch:
+def read_launch(
+    text: str, variables: Mapping[str, str], source: Source = lambda _name: None
+) -> Launch:
     """Reads a script whose environment has these variables.
+
+    Args:
+        text: the script.
+        variables: its environment; positional parameters are "1", "2", ...
+        source: gives the files that it reads in with ``source``.
 
     Raises:
         UserError: a quote is never closed, or no flags are in it.
     """
     slurm = _slurm_options(text)
     known = {**_slurm_variables(slurm), **variables}
-    followed = follow_script(text, known)
+    followed = follow_script(text, known, source)
     notes = list(followed.notes)
     program, words, launcher = _training_command(followed, notes)
     flags = tuple(split_flags(words))
     if not flags:
         raise UserError("no flags: this text starts no program with --flags")
     options = {flag.name: flag.values[0] if flag.values else "" for flag in split_flags(launcher)}
+    options |= _short_options(launcher)
     world_size, nodes = _processes(launcher, options, slurm)
     return Launch(program, flags, world_size, nodes, _rendezvous(options), tuple(notes))
 
@@ -198,6 +210,13 @@ def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
 
+def _short_options(launcher: Sequence[str]) -> dict[str, str]:
+    """Options of one letter, by long name, of a launcher that has them so."""
+    if not {PurePosixPath(word).name for word in launcher} & _STARTERS:
+        return {}
+    return {_SHORT[word]: value for word, value in pairwise(launcher) if word in _SHORT}
+
+
 def _processes(
     launcher: Sequence[str], options: Mapping[str, str], slurm: Mapping[str, str]
 ) -> tuple[int | None, int | None]:
@@ -222,7 +241,7 @@ def _processes(
     per_node = _whole(options.get("ntasks-per-node") or slurm.get("ntasks-per-node"))
     if tasks or slurm.get("ntasks"):
         return tasks or _whole(slurm.get("ntasks")), nodes
-    if "srun" in names or "mpirun" in names:
+    if names & _STARTERS:
         return (nodes * per_node if nodes and per_node else None), nodes
     return (None, nodes) if not launcher else (1, 1)
 

@@ -8,7 +8,7 @@ import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
@@ -41,8 +41,22 @@ class Environment:
 
     def items(self, name: str) -> list[str] | None:
         """The entries of an array."""
-        value = self.variables.get(name)
+        value = self.positions if name in ("@", "*") else self.variables.get(name)
         return [value] if isinstance(value, str) else value
+
+    @property
+    def positions(self) -> list[str]:
+        """The positional parameters, ``$1`` and on."""
+        found: list[str] = []
+        while (value := self.text(str(len(found) + 1))) is not None:
+            found.append(value)
+        return found
+
+    @positions.setter
+    def positions(self, values: Sequence[str]) -> None:
+        for number in range(1, len(self.positions) + 1):
+            del self.variables[str(number)]
+        self.variables |= {str(number): value for number, value in enumerate(values, 1)}
 
     def add(self, name: str, value: Value, *, append: bool) -> None:
         """Sets a variable, or with ``append`` adds to it, as += does."""
@@ -191,11 +205,11 @@ class _Expansion:
         items = self.environment.items(name)
         if found.group("count"):
             self.fields.add(str(len(items or []) if index else len("".join(items or []))))
-        elif name in ("@", "*", "#"):
-            self.fields.add_value("0" if name == "#" else "", quoted=quoted and name == "#")
-        elif index == "*" and quoted:
+        elif name == "#":
+            self.fields.add(str(len(self.environment.positions)))
+        elif "*" in (name, index) and quoted:
             self.fields.add(" ".join(items or []))
-        elif index in ("@", "*"):
+        elif name in ("@", "*") or index in ("@", "*"):
             self.fields.add_items(items or [], quoted=quoted)
         elif (default := self._default(name, rest)) is not None and not quoted:
             _Expansion(default, self.environment, self.fields, is_value=True).run(quoted=False)
@@ -230,7 +244,20 @@ class _Expansion:
             if found.group(2) == "+":
                 return ""
             return f"${name}" if value is None else value
-        return written if value is None else _trimmed(value, rest, written)
+        if value is None:
+            return written
+        cut = self._cut_out(value, rest)
+        return _trimmed(value, rest, written) if cut is None else cut
+
+    def _cut_out(self, value: str, rest: str) -> str | None:
+        """``${name:start}`` and ``${name:start:length}``; None for anything else."""
+        start, colon, length = rest[1:].partition(":")
+        first = arithmetic(start, self.environment) if rest[0] == ":" else None
+        count = arithmetic(length, self.environment) if colon else len(value)
+        if first is None or count is None or count < 0 or first < -len(value):
+            return None
+        first = first + len(value) if first < 0 else first
+        return value[first : first + count]
 
 
 def _special(inside: str) -> str:
@@ -242,8 +269,8 @@ def _trimmed(value: str, rest: str, written: str) -> str:
     """``${name%pattern}``, ``${name##pattern}``, ``${name/old/new}``, and ``,,`` or ``^^``."""
     if rest in (",,", "^^"):
         return value.lower() if rest == ",," else value.upper()
-    if found := re.fullmatch(r"/(/?)([^/]+)/(.*)", rest):
-        return value.replace(found.group(2), found.group(3), -1 if found.group(1) else 1)
+    if found := re.fullmatch(r"/(/?)([^/*?[\]#%]+)(?:/(.*))?", rest):
+        return value.replace(found.group(2), found.group(3) or "", -1 if found.group(1) else 1)
     found = re.fullmatch(r"(%%?|##?)(.+)", rest)
     if found is None:
         return written
@@ -280,13 +307,39 @@ _COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
 def arithmetic(expression: str, environment: Environment) -> int | None:
     """What bash's ``$((expression))`` is; None where that cannot be told."""
     text = expand_text(expression, environment).replace("&&", " and ").replace("||", " or ")
-    text = re.sub(r"!(?!=)", " not ", text)
+    text = re.sub(r"!(?!=)", " not ", _conditional(text))
     text = re.sub(r"(?<!/)/(?!/)", "//", text)
     text = re.sub(r"(?<![\w$])0+(?=\d)", "", text)
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body, environment)
     except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
         return None
+
+
+def _conditional(text: str) -> str:
+    """``c ? a : b`` as Python writes it, in brackets too."""
+    inner = re.compile(r"\(([^()]*)\)")
+    kept: list[str] = []
+    while found := inner.search(text):  # innermost brackets first; a mark stands for them
+        kept.append(f"({_unbracketed(found.group(1))})")
+        text = f"{text[: found.start()]}\x00{len(kept) - 1}\x01{text[found.end() :]}"
+    text = _unbracketed(text)
+    for number, piece in reversed(list(enumerate(kept))):
+        text = text.replace(f"\x00{number}\x01", piece)
+    return text
+
+
+def _unbracketed(text: str) -> str:
+    condition, mark, rest = text.partition("?")
+    if not mark:
+        return text
+    depth = 1  # a ? before the : has a : of its own
+    for place, letter in enumerate(rest):
+        depth += (letter == "?") - (letter == ":")
+        if depth == 0:
+            chosen, other = _unbracketed(rest[:place]), _unbracketed(rest[place + 1 :])
+            return f"(({chosen}) if ({condition}) else ({other}))"
+    return text
 
 
 def _evaluate(node: ast.expr, environment: Environment) -> int:
@@ -302,9 +355,16 @@ def _evaluate(node: ast.expr, environment: Environment) -> int:
     if isinstance(node, ast.UnaryOp):
         inner = _evaluate(node.operand, environment)
         return int(not inner) if isinstance(node.op, ast.Not) else -inner
+    if isinstance(node, ast.IfExp):
+        node = node.body if _evaluate(node.test, environment) else node.orelse
+        return _evaluate(node, environment)
     if isinstance(node, ast.BoolOp):
         values = [_evaluate(each, environment) for each in node.values]
         return int(all(values) if isinstance(node.op, ast.And) else any(values))
+    return _evaluate_pair(node, environment)
+
+
+def _evaluate_pair(node: ast.expr, environment: Environment) -> int:
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         left, right = (_evaluate(each, environment) for each in (node.left, node.comparators[0]))
         return int(_COMPARED[type(node.ops[0])](left, right))

@@ -1,8 +1,7 @@
 """Follows a shell script as far as its text tells, and gives the commands that it would start.
 
-Nothing is executed. Assignments, arrays, functions, ``if``, ``case`` and ``[ ... ]`` are followed;
-of ``for`` the first turn is taken, of ``while`` none. A condition that only a run could decide
-(does a file exist?) counts as false.
+Nothing is executed. Assignments, arrays, functions, loops, ``if``, ``case`` and ``[ ... ]`` are
+followed. A condition that only a run could decide (does a file exist?) counts as false.
 """
 
 import fnmatch
@@ -11,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
+from lib.errors import UserError
+from lib.plan.shell_condition import Condition, Status
 from lib.plan.shell_expansion import Environment, arithmetic, expand, expand_text, without_unknown
 from lib.plan.shell_words import Token, tokenize
 
@@ -18,9 +19,14 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SHELLS = {"bash", "sh", "zsh"}
 _DEEPEST = 20
+_MOST_TURNS = 300
 
-Status = bool | None
-"""Whether a command succeeds, where that can be told."""
+Source = Callable[[str], str | None]
+"""Gives the text of a file that a script names after ``source``; None where it is not there."""
+
+
+class _LeaveTurnError(Exception):
+    """``break`` or ``continue`` in a loop; its argument is the word."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,16 @@ class Followed:
     notes: tuple[str, ...]
 
 
-def follow_script(text: str, variables: Mapping[str, str]) -> Followed:
+def follow_script(
+    text: str, variables: Mapping[str, str], source: Source = lambda _name: None
+) -> Followed:
     """Follows a script whose environment has these variables; positional ones are "1", "2", ...
 
     Raises:
         UserError: a quote or bracket that never ends.
     """
     environment = Environment(dict(variables))
-    shell = _Shell(environment)
+    shell = _Shell(environment, source)
     shell.run(tokenize(text))
     return Followed(tuple(shell.commands), environment, tuple(dict.fromkeys(shell.notes)))
 
@@ -68,8 +76,11 @@ def follow_script(text: str, variables: Mapping[str, str]) -> Followed:
 class _Shell:
     """Walks through tokens."""
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, source: Source) -> None:
         self.environment = environment
+        self.source = source
+        self.turns = 0
+        self.loops = 0  # around the place
         self.commands: list[Command] = []
         self.notes: list[str] = []
         self.functions: dict[str, list[Token]] = {}
@@ -85,11 +96,13 @@ class _Shell:
         before = self.tokens, self.place
         self.tokens, self.place, self.depth = tokens, 0, self.depth + 1
         status: Status = None
-        while self.place < len(tokens):
-            status = self._list((), active=True)
-            self.place += 1  # a closing word that nothing opened
-        self.tokens, self.place = before
-        self.depth -= 1
+        try:
+            while self.place < len(tokens):
+                status = self._list((), active=True)
+                self.place += 1  # a closing word that nothing opened
+        finally:
+            self.tokens, self.place = before
+            self.depth -= 1
         return status
 
     # ---- the grammar
@@ -185,31 +198,58 @@ class _Shell:
             self.notes.append(f"line {line}: {what}")
 
     def _for(self, active: bool) -> Status:
-        line = self.tokens[self.place - 1].line
-        name, words = self._peek(), list[str]()
+        token, words = self._peek(), list[str]()
+        name = token.text if token else ""
         self.place += 1
         if self._take("in"):
             while (token := self._peek()) is not None and token.kind == "word":
                 words += expand(token.text, self.environment) if active else []
                 self.place += 1
+        else:
+            words = self.environment.positions
         while self._take("\n", ";"):
             pass
         self._take("do")
         start = self.place
-        if active and words and name is not None:
-            self.environment.add(name.text, words[0], append=False)
-        self._list({"done"}, active=active and bool(words))
-        if active and len(words) != 1:
-            self._left_out(
-                line, start, f"of this loop {'the first turn' if words else 'none'} is taken"
-            )
+        for word in words if active else []:
+            self.place = start
+            self.environment.add(name, word, append=False)
+            if not self._turn():
+                break
+        self.place = start
+        self._list({"done"}, active=False)
         self._take("done")
         return None
 
+    def _turn(self) -> bool:
+        """Follows a loop's body once; whether there is a next turn."""
+        self.turns += 1
+        if self.turns > _MOST_TURNS:
+            self.notes.append(f"loops are left after {_MOST_TURNS} turns")
+            return False
+        self.loops += 1
+        try:
+            self._list({"done"}, active=True)
+        except _LeaveTurnError as leaving:
+            return leaving.args == ("continue",)
+        finally:
+            self.loops -= 1
+        return True
+
     def _while(self, active: bool) -> Status:
-        self._list({"do"}, active=False)
-        self._take("do")
+        opening = self.tokens[self.place - 1]
+        condition, goes_on = self.place, opening.text == "while"
+        while True:
+            self.place = condition
+            status = self._list({"do"}, active=active)
+            self._take("do")
+            start = self.place
+            if not active or status is not goes_on or not self._turn():
+                break
+        self.place = start
         self._list({"done"}, active=False)
+        if active and status is None:
+            self._left_out(opening.line, start, "when this loop ends is only known in a run")
         self._take("done")
         return None
 
@@ -280,12 +320,10 @@ class _Shell:
             number = arithmetic(first[2:-2], self.environment)
             return None if number is None else number != 0
         if first in ("[", "[[", "test"):
-            return _Test([self._operand(each) for each in rest[1:]], self.environment).result()
+            operands = [expand_text(each.text, self.environment) for each in rest[1:]]
+            return Condition(list(map(without_unknown, operands)), self.environment).result()
         words = [word for token in rest for word in expand(token.text, self.environment)]
         return self._start(words, rest[0].line) if words else None
-
-    def _operand(self, token: Token) -> str:
-        return without_unknown(expand_text(token.text, self.environment))
 
     def _assign(self, tokens: Sequence[Token]) -> int:
         """Carries out the assignments at the beginning; how many there are."""
@@ -303,20 +341,22 @@ class _Shell:
         return len(tokens)
 
     def _start(self, words: list[str], line: int) -> Status:
-        name = PurePosixPath(words[0]).name
+        name = words[0] if words[0] == "." else PurePosixPath(words[0]).name
         if name in ("true", "false", ":"):
             return name != "false"
-        if name == "eval":
-            return self._inner([], " ".join(words[1:]), line)
-        if name in ("source", "."):
-            self.notes.append(f"line {line}: {' '.join(words)} is not read")
-            return None
+        if name in ("break", "continue") and self.loops:
+            raise _LeaveTurnError(name)
         if name in self.functions:
-            for number, word in enumerate(words[1:], 1):
-                self.environment.add(str(number), word, append=False)
-            return self.run(self.functions[name])
-        shells = [at for at, word in enumerate(words) if PurePosixPath(word).name in _SHELLS]
-        for at in shells:
+            return self._call(self.functions[name], words[1:])
+        builtins: dict[str, Callable[[list[str], int], Status]] = {
+            "eval": lambda words, line: self._inner([], " ".join(words), line),
+            "shift": self._shift,
+            "source": self._source,
+            ".": self._source,
+        }
+        if name in builtins:
+            return builtins[name](words[1:], line)
+        for at in [at for at, word in enumerate(words) if PurePosixPath(word).name in _SHELLS]:
             # bash -c TEXT, with options such as -l before it, or joined as -lc
             for option in range(at + 1, len(words) - 1):
                 if re.fullmatch(r"-[a-z]*c", words[option]):
@@ -324,63 +364,35 @@ class _Shell:
         self.commands.append(Command(tuple(words), line, self.outer))
         return None
 
+    def _call(self, body: list[Token], arguments: list[str]) -> Status:
+        before, self.environment.positions = self.environment.positions, arguments
+        try:
+            return self.run(body)
+        finally:
+            self.environment.positions = before
+
+    def _shift(self, words: list[str], _line: int) -> Status:
+        count = arithmetic("".join(words) or "1", self.environment)
+        self.environment.positions = self.environment.positions[count or 0 :]
+        return True
+
+    def _source(self, words: list[str], line: int) -> Status:
+        """Follows a script that is in another file."""
+        text = self.source(words[0]) if words else None
+        why = "is not beside the script, so it is not read"
+        try:
+            if text is not None:
+                return self._inner([], text, line)
+        except UserError as error:
+            why = f"is not read: {error}"
+        self.notes.append(f"line {line}: the file {' '.join(words)} {why}")
+        return None
+
     def _inner(self, outer: list[str], text: str, line: int) -> Status:
         """Follows a script that is an argument."""
+        tokens = [replace(token, line=line) for token in tokenize(text)]
         before, self.outer = self.outer, (*self.outer, *outer)
-        status = self.run([replace(token, line=line) for token in tokenize(text)])
-        self.outer = before
-        return status
-
-
-class _Test:
-    """``[ ... ]`` and ``[[ ... ]]``, whose words are expanded."""
-
-    def __init__(self, words: list[str], environment: Environment) -> None:
-        self.words = [word for word in words if word not in ("]", "]]", "(", ")")]
-        self.environment = environment
-
-    def result(self) -> Status:
-        """Whether the condition holds; None where only a run could tell."""
-        return self._or(self.words)
-
-    def _or(self, words: list[str]) -> Status:
-        parts = [self._and(part) for part in _split(words, ("||", "-o"))]
-        if any(part is True for part in parts):
-            return True
-        return None if None in parts else False
-
-    def _and(self, words: list[str]) -> Status:
-        parts = [self._single(part) for part in _split(words, ("&&", "-a"))]
-        if any(part is False for part in parts):
-            return False
-        return None if None in parts else True
-
-    def _single(self, words: list[str]) -> Status:
-        if words[:1] == ["!"]:
-            status = self._single(words[1:])
-            return status if status is None else not status
-        if len(words) <= 1:
-            return bool("".join(words))
-        if len(words) == 2:
-            empty = {"-n": False, "-z": True}.get(words[0])
-            return None if empty is None else (words[1] == "") == empty
-        return self._compare(words[0], words[1], words[-1])
-
-    def _compare(self, left: str, sign: str, right: str) -> Status:
-        if sign in ("=", "==", "!="):
-            return fnmatch.fnmatchcase(left, right) == (sign != "!=")
-        symbol = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-        if sign not in symbol:
-            return None
-        number = arithmetic(f"({left}) {symbol[sign]} ({right})", self.environment)
-        return None if number is None else number != 0
-
-
-def _split(words: list[str], at: tuple[str, ...]) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word in at:
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
+        try:
+            return self.run(tokens)
+        finally:
+            self.outer = before

@@ -124,6 +124,13 @@ def test_pairs_get_names_and_weights() -> None:
     }
 
 
+def test_a_run_that_measures_nothing_measures_nothing() -> None:
+    names = ("training.eval_interval", "training.eval_iters")
+    for iterations in ("0", "-1"):
+        assert written(launch(**{"eval-iters": iterations}), *names) == [0, 0]
+    assert written(launch(**{"eval-iters": 5, "eval-interval": 7}), *names) == [7, 5]
+
+
 def test_prefixes_without_weights_are_named_as_such() -> None:
     for paths in ("a_document b_document", "a_document b_document c_document", "1 a 2"):
         found = launch(**{"data-path": paths})
@@ -159,6 +166,18 @@ def test_tokenizers(flags: dict[str, object], kind: str, path: str | None) -> No
     assert written(found, "tokenizer.kind", "tokenizer.path") == [kind, path]
     files = ["v.json", "m.txt"] if kind == "gpt2" else [None, None]
     assert written(found, "tokenizer.vocab_file", "tokenizer.merges_file") == files
+
+
+def test_files_of_another_tokenizer_are_named_as_such() -> None:
+    files = "--vocab-file v.json", "--merge-file m.txt"
+    found = launch(**{"tokenizer-type": "HFTokenizer", "tokenizer-model": "t.json"})
+    assert {each.flag for each in found.without} == set(files)
+    assert not any(each.changes_result for each in found.without)
+    found = launch(**{"tokenizer-model": "t.json"})
+    assert [each.flag for each in found.without] == ["--tokenizer-model t.json"]
+    found = launch(**{"tokenizer-type": "NullTokenizer"})
+    assert {each.flag for each in found.without} == {*files, "--tokenizer-type NullTokenizer"}
+    assert not found.problems
 
 
 # ---- what is not written

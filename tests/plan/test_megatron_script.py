@@ -55,6 +55,18 @@ show $A "$A" '$A' "$B" a"b c"'d e'\ f""",
     "groups": "{ A=1; show $A; }\n( show sub )\nshow end | cat\ntrue && show t; false || show u",
     "heredoc": 'cat <<EOF > /dev/null\nshow never\n"\nEOF\nshow after',
     "declare": 'export A=1 B="2 3"\ndeclare C=4\nA=5 show $A "$B" $C',
+    "loops": """S=
+for I in a b c; do [ $I = b ] && continue; S="$S $I"; done; show $S
+N=0; while true; do N=$((N+1)); if (( N == 4 )); then break; fi; show $N; done
+until [ $N -le 2 ]; do N=$((N-1)); for J in 1 2; do show $N $J; break; done; done
+for I in; do show never; done; while [ $N -gt 99 ]; do show never; done; show $I $N""",
+    "positions": """f() { show $# "$@"; for A in "$@"; do show "$A"; done
+ while [[ $# -gt 0 ]]; do case $1 in --k) V=$2; shift; shift;; *) shift;; esac; done
+ show "$V" $#; }
+f --k 'x y' z; f; g() { show "$*" $1; f "$@" h; show "$1"; }; g 1 2; show $#""",
+    "pieces": "T=1_000_000 A=abcdef\nshow ${T//_} ${T/_/-} ${A:2} ${A:1:3} ${A: -2} "
+    "${A:1+1:$((9-8))}",
+    "conditional": "N=3\nshow $(( ($N > 1) ? 1 : 0 )) $(( N<2?N+1:N==3?7:8 )) $(( (N?4:5)*2 ))",
     "nested": 'P=x_${Q:-${R:-3}}_y\nshow "${P}" "$(( ${N:-2} * 2 ))"',
 }
 
@@ -92,8 +104,13 @@ def test_any_quoted_text_survives_as_in_bash(values: list[str]) -> None:
 NUMBERS = st.integers(-50, 50)
 SUMS = st.recursive(
     NUMBERS.map(lambda n: f"({n})"),
-    lambda inner: st.tuples(inner, st.sampled_from("+-*/%<>"), inner).map(
-        lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"
+    lambda inner: (
+        st.tuples(inner, st.sampled_from("+-*/%<>"), inner).map(
+            lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"
+        )
+        | st.tuples(inner, inner, inner).map(
+            lambda parts: f"({parts[0]} ? {parts[1]} : {parts[2]})"
+        )
     ),
     max_leaves=6,
 )
@@ -134,6 +151,31 @@ def test_what_is_never_closed_is_named_with_its_line(text: str) -> None:
         follow_script(f"x\n{text}\n", {})
 
 
+@needs_bash
+def test_arguments_of_the_script_are_its_positions() -> None:
+    script = 'K=a; while [ $# -gt 1 ]; do K=$K-$1; shift; done; show "$K" "$1" $# "$@"'
+    done = subprocess.run(
+        ["bash", "-c", 'show() { echo "$*"; }; ' + script, "name", "x", "y z", "w"],
+        capture_output=True,
+        check=True,
+    )
+    (command,) = follow_script(script, {"1": "x", "2": "y z", "3": "w"}).commands
+    assert " ".join(command.words[1:]) == done.stdout.decode().strip()
+
+
+def test_files_that_a_script_reads_in_are_followed_where_they_are() -> None:
+    files = {"sizes.sh": "L=4\nSIZES=(--a $L --b $W)", "broken.sh": "x 'y"}
+    script = (
+        "W=7\n. `pwd`/sizes.sh\nsource gone.sh\n. broken.sh\ntrain.py ${SIZES[@]} --c $L  # read in"
+    )
+    launch = read_launch(script, {}, lambda name: files.get(name.rpartition("/")[2]))
+    assert [flag.values for flag in launch.flags] == [("4",), ("7",), ("4",)]
+    said = "\n".join(launch.notes)
+    assert "line 3: the file gone.sh is not beside the script" in said
+    assert "line 4: the file broken.sh is not read" in said
+    assert "sizes.sh" not in said
+
+
 def test_a_function_that_calls_itself_ends() -> None:
     follow_script("f() { f; }\nf\nwhile true; do f; done\nfor i in 1 2; do f; done", {})
 
@@ -166,6 +208,9 @@ def test_flags_have_values_until_the_next_flag() -> None:
         ("deepspeed p.py --a --b --c", None, 1),
         ("python p.py --a --b --c", 1, 1),
         ("srun --nodes=3 --ntasks-per-node=8 python p.py --a --b --c", 24, 3),
+        ("mpirun -np 16 -x A=1 python p.py --a --b --c", 16, 1),
+        ("mpiexec -n 6 python p.py --a --b --c", 6, 1),
+        ("srun -N 2 -n 16 python -u p.py --a --b --c", 16, 2),
         ("torchrun --nproc_per_node $N p.py --a --b --c", None, 1),
         ("torchrun --nproc_per_node 8 --nnodes $N p.py --a --b --c", None, None),
         ("--a 1 --b 2 --c 3", None, 1),

@@ -127,6 +127,14 @@ def test_standard_input_is_a_script(project: Path, capsys, monkeypatch) -> None:
     assert read_params(Path("new.yaml")).plain("optimizer", "lr") == 1e-4
 
 
+def test_a_file_beside_the_script_is_read_in(project: Path) -> None:
+    Path("sub").mkdir()
+    Path("sub/sizes.sh").write_text(LLAMA.partition("torchrun")[0].replace("32 --", "16 --", 1))
+    Path("sub/train.sh").write_text("source ./sizes.sh\ntorchrun" + LLAMA.partition("torchrun")[2])
+    run("sub/train.sh", output=Path("new.yaml"))
+    assert read_params(Path("new.yaml")).plain("model", "num_layers") == 16
+
+
 def test_what_transformers_lacks_is_not_to_be_exported(project: Path, capsys) -> None:
     Path("train.sh").write_text(LLAMA.replace("--normalization RMSNorm", ""))
     run(output=Path("new.yaml"))

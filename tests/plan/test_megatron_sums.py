@@ -72,6 +72,34 @@ def test_tokens_are_samples_of_the_sequence_length() -> None:
     assert written(sooner, "training.train_samples") == [640]
 
 
+def test_tokens_and_iterations_end_a_run_with_whichever_comes_first() -> None:
+    names = ("training.train_samples", "training.train_iters", "schedule.warmup_iters")
+    decay = {"lr-decay-tokens": 128 * 64, "lr-warmup-iters": 4}  # a unit of its own for each
+    found = launch(**{"train-iters": 50, "train-tokens": 128 * 3201}, **decay)
+    assert not found.problems
+    assert written(found, *names) == [50 * 32, None, 4]
+    found = launch(**{"train-iters": 999, "train-tokens": 128 * 3201}, **decay)
+    assert written(found, *names) == [3232, None, 4]  # the step that reaches them
+    assert written(found, "schedule.decay_samples") == [64]
+
+
+def test_old_runs_warm_up_although_no_flag_says_so() -> None:
+    old = launch("micro-batch-size", **{"batch-size": 2, "lr-decay-iters": 400})
+    assert written(old, "schedule.warmup_iters", "schedule.warmup_samples") == [4, None]
+    assert "default" in old.settings["schedule.warmup_iters"].why
+    for flags in ({"warmup": 0}, {"lr-warmup-iters": 7}):
+        found = launch("micro-batch-size", **{"batch-size": 2}, **flags)
+        assert written(found, "schedule.warmup_iters") == [next(iter(flags.values()))]
+    assert written(launch(), "schedule.warmup_iters") == [None]
+
+
+def test_steps_of_accumulation_make_the_batch() -> None:
+    flags = {"gas": 3, "pipe-parallel-size": 2}
+    found = launch("global-batch-size", "torchrun --nproc_per_node 8", **flags)
+    names = ("training.global_batch_size", "parallel.pipeline", "parallel.data")
+    assert written(found, *names) == [2 * 4 * 3, 2, 4]
+
+
 # ---- the learning rate
 
 
@@ -147,6 +175,9 @@ def test_the_rate_after_the_warm_up_is_megatrons(flags: dict[str, object]) -> No
         ("", {"lr": "$LR"}, "give it: --set LR=VALUE"),
         ("", {"num-layers": "4 5"}, "does not take 5"),
         ("", {"rampup-batch-size": "8 8"}, "takes 3 numbers"),
+        ("", {"rampup-batch-size": "8 8 64"}, "Megatron refuses a ramp-up"),
+        ("", {"split": "100,0,0"}, "no documents are left"),
+        ("data-path", {"train-data-path": "a"}, "--valid-data-path = (not given): no documents"),
         ("vocab-file", {"tokenizer-type": "GPT2BPETokenizer"}, "--vocab-file"),
         ("", {"tokenizer-type": "Llama2Tokenizer", "vocab-file": ""}, "needs a value"),
         ("train-iters", {}, "the run needs a length"),
@@ -155,6 +186,22 @@ def test_the_rate_after_the_warm_up_is_megatrons(flags: dict[str, object]) -> No
 )
 def test_contradictions_are_named(without: str, flags: dict[str, object], said: str) -> None:
     assert said in problems(launch(without, **flags))
+
+
+@pytest.mark.parametrize(
+    ("without", "flags"),
+    [
+        ("train-iters", {"train-samples": "$N", "lr-warmup-samples": 64}),
+        ("train-iters", {"lr-warmup-fraction": 0.1, "lr-decay-iters": 3}),
+        ("vocab-file", {"tokenizer-type": "GPT2BPETokenizer"}),
+        ("", {"rampup-batch-size": "8 8 64", "lr-warmup-iters": 2}),
+    ],
+)  # fmt: skip
+def test_one_mistake_is_one_problem(without: str, flags: dict[str, object]) -> None:
+    found = launch(without, **flags)
+    assert len(found.problems) == 1
+    assert not found.is_complete
+    assert not found.unknown
 
 
 def test_a_sound_run_has_no_problems() -> None:
