@@ -22,6 +22,7 @@ RENAMED: dict[str, str] = {
     "model-parallel-size": "--tensor-model-parallel-size",
     "no-tie-embed-logits": "--untie-embeddings-and-output-weights",
     "pipe-parallel-size": "--pipeline-model-parallel-size",
+    "rope-theta": "--rotary-base",
     "rotary-theta": "--rotary-base",
     "save-iters": "--save-interval",
     "tokenizer-file": "--tokenizer-model",

@@ -79,7 +79,10 @@ def read_launch(
     program, words, launcher = _training_command(followed, notes)
     flags = tuple(split_flags(words))
     if not flags:
-        raise UserError("no flags: this text starts no program with --flags")
+        hint = "; what << feeds to another program is not read: give that text itself"
+        raise UserError(
+            "no flags: this text starts no program with --flags" + hint * ("<<" in text)
+        )
     options = {flag.name: flag.values[0] if flag.values else "" for flag in split_flags(launcher)}
     options |= _short_options(launcher)
     world_size, nodes = _processes(launcher, options, slurm)

@@ -17,6 +17,7 @@ _BRACED = re.compile(
     re.DOTALL,
 )
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+_KEY = re.compile(r"^\[[^\]]+\]=")
 _ALL_ITEMS = re.compile(r'\$(?:@|\{@\}|\{\w+\[@\]\})"')
 _UNKNOWN = re.compile(r"\$\{[^}]*\}|\$\w+|\$\(.*?\)+|`[^`]*`", re.DOTALL)
 _OUTPUT = "$(...)"  # of a command, which is not known
@@ -202,15 +203,15 @@ class _Expansion:
             self.fields.add_value(_special(inside), quoted=quoted)
             return
         name, index, rest = found.group("name", "index", "rest")
-        items = self.environment.items(name)
+        items = [_KEY.sub("", item) for item in self.environment.items(name) or []]
         if found.group("count"):
-            self.fields.add(str(len(items or []) if index else len("".join(items or []))))
+            self.fields.add(str(len(items) if index else len("".join(items))))
         elif name == "#":
             self.fields.add(str(len(self.environment.positions)))
         elif "*" in (name, index) and quoted:
-            self.fields.add(" ".join(items or []))
+            self.fields.add(" ".join(items))
         elif name in ("@", "*") or index in ("@", "*"):
-            self.fields.add_items(items or [], quoted=quoted)
+            self.fields.add_items(items, quoted=quoted)
         elif (default := self._default(name, rest)) is not None and not quoted:
             _Expansion(default, self.environment, self.fields, is_value=True).run(quoted=False)
         else:
@@ -232,8 +233,7 @@ class _Expansion:
         """A variable's text, or what stands for it where it has none."""
         value = self.environment.text(name)
         if index is not None:
-            items, number = self.environment.items(name) or [], arithmetic(index, self.environment)
-            value = items[number] if number is not None and 0 <= number < len(items) else None
+            value = self._item(self.environment.items(name) or [], index)
         written = f"${{{name}{'' if index is None else f'[{index}]'}{rest}}}"
         if not rest:
             return f"${name}" if value is None else value
@@ -248,6 +248,15 @@ class _Expansion:
             return written
         cut = self._cut_out(value, rest)
         return _trimmed(value, rest, written) if cut is None else cut
+
+    def _item(self, items: list[str], index: str) -> str | None:
+        """An entry of an array, by its number or, as in ``([name]=value)``, by its name."""
+        key = f"[{expand_text(index, self.environment)}]="
+        named = [item[len(key) :] for item in items if item.startswith(key)]
+        number = arithmetic(index, self.environment)
+        if named or number is None or not 0 <= number < len(items):
+            return named[-1] if named else None
+        return items[number]
 
     def _cut_out(self, value: str, rest: str) -> str | None:
         """``${name:start}`` and ``${name:start:length}``; None for anything else."""

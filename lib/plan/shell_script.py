@@ -15,7 +15,7 @@ from lib.plan.shell_condition import Condition, Status
 from lib.plan.shell_expansion import Environment, arithmetic, expand, expand_text, without_unknown
 from lib.plan.shell_words import Token, tokenize
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]+\])?(\+?=)(.*)", re.DOTALL)
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _SHELLS = {"bash", "sh", "zsh"}
 _DEEPEST = 20
@@ -336,8 +336,10 @@ class _Shell:
             found = _ASSIGNMENT.fullmatch(token.text) if token.kind == "word" else None
             if found is None:
                 return count
-            value = expand_text(found.group(3), self.environment)
-            self.environment.add(found.group(1), value, append=found.group(2) == "+=")
+            name, index, sign, value = found.groups()
+            value = expand_text(f"{index}={value}" if index else value, self.environment)
+            entry = [value] if index else value
+            self.environment.add(name, entry, append=bool(index) or sign == "+=")
         return len(tokens)
 
     def _start(self, words: list[str], line: int) -> Status:

@@ -55,6 +55,9 @@ show $A "$A" '$A' "$B" a"b c"'d e'\ f""",
     "groups": "{ A=1; show $A; }\n( show sub )\nshow end | cat\ntrue && show t; false || show u",
     "heredoc": 'cat <<EOF > /dev/null\nshow never\n"\nEOF\nshow after',
     "declare": 'export A=1 B="2 3"\ndeclare C=4\nA=5 show $A "$B" $C',
+    "named": 'declare -A L=([7b]=32 ["1 b"]=16)\nM=7b\nL[13b]=40\nL[7b]=31 N=(x y)\nN[1]=z\n'
+    "P=(u)\nP[1]=w\n"
+    'show ${L[$M]} "${L[1 b]}" ${L[13b]} ${N[0]} ${N[1]} "${P[@]}" ${#P[@]}',
     "loops": """S=
 for I in a b c; do [ $I = b ] && continue; S="$S $I"; done; show $S
 N=0; while true; do N=$((N+1)); if (( N == 4 )); then break; fi; show $N; done
@@ -277,6 +280,8 @@ def test_places_to_fill_in_stay_one_value() -> None:
 def test_a_text_without_flags_is_refused() -> None:
     with pytest.raises(UserError, match="no flags"):
         read_launch("echo hello\n", {})
+    with pytest.raises(UserError, match="<< feeds"):
+        read_launch("bash <<EOF\ntrain.py --a --b --c\nEOF\n", {})
 
 
 def test_an_undecided_branch_with_flags_is_named() -> None:
