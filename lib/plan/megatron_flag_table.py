@@ -1,9 +1,9 @@
 """Flags of Megatron-LM, of all its years and of its best known forks, that set no parameter here.
 
 Forks: Megatron-DeepSpeed (bigscience and Microsoft), EleutherAI's, Megatron-LLM, BigCode, llm-jp,
-Pai-Megatron-Patch. ``RENAMED`` are flags that today's Megatron-LM no longer has; the other two
-tables are those that have no counterpart here, by the reason: without those of ``CHANGES_RESULT``
-a run is another run. ``*`` in a name stands for any letters.
+Pai-Megatron-Patch, Habana's. ``RENAMED`` are flags that today's Megatron-LM no longer has; the
+other two tables are those that have no counterpart here, by the reason: without those of
+``CHANGES_RESULT`` a run is another run. ``*`` in a name stands for any letters.
 """
 
 RENAMED: dict[str, str] = {
@@ -23,6 +23,7 @@ RENAMED: dict[str, str] = {
     "no-tie-embed-logits": "--untie-embeddings-and-output-weights",
     "pipe-parallel-size": "--pipeline-model-parallel-size",
     "rope-theta": "--rotary-base",
+    "rotary-position-embeddings-theta": "--rotary-base",
     "rotary-theta": "--rotary-base",
     "save-iters": "--save-interval",
     "tokenizer-file": "--tokenizer-model",
@@ -108,7 +109,7 @@ CHANGES_RESULT: dict[str, str] = {
     ),
     "fp8 and fp4: products are in bf16 here": (
         "activation-func-fp8-* disable-parameter-transpose-cache first-last-layers-bf16 fp4-* "
-        "quant-recipe tp-only-amax-red "
+        "quant-recipe tp-only-amax-red cache-fp8-* "
         "fp8-* keep-fp8-* kitchen-* moe-router-padding-for-* no-fp8-* num-layers-at-end-in-bf16 "
         "num-layers-at-start-in-bf16 reuse-grad-buf-for-mxfp8-* use-kitchen*"
     ),
@@ -137,7 +138,7 @@ CHANGES_RESULT: dict[str, str] = {
         "attention-output-gate mrope-section no-rope-freq qk-clip* qk-l2-norm "
         "relative-attention-* rope-* rope-scaling-factor rotary-interleaved sparsity "
         "rotary-seq-len-interpolation-factor sliding-window-size softmax-scale softmax-type "
-        "use-rope-scaling window-attn-skip-freq window-size"
+        "use-alibi-position-embeddings use-rope-scaling window-attn-skip-freq window-size"
     ),
     "another layer: not here": (
         "activation-func-clamp-value apply-layernorm-1p "
@@ -232,7 +233,8 @@ CHANGES_NOTHING: dict[str, str] = {
         "cross-entropy-loss-fusion fused-* gradient-accumulation-fusion masked-softmax-fusion "
         "memory-efficient-layer-norm no-bias-dropout-fusion no-bias-gelu-fusion "
         "no-bias-swiglu-fusion no-gradient-accumulation-fusion no-masked-softmax-fusion "
-        "no-persist-layer-norm no-rope-fusion onnx-safe use-fused-*"
+        "no-persist-layer-norm no-rope-fusion onnx-safe compiled-autograd-fallback-mode "
+        "use-fast-softmax use-fused-* use-torch-compile use-torch-compiled-autograd"
     ),
     "softmax, sums of gradients and the loss are in fp32 here in any case": (
         "accumulate-allreduce-grads-in-fp32 apply-query-key-layer-scaling "

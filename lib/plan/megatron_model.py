@@ -56,6 +56,7 @@ _NEUTRAL: dict[str, object] = {
     "data.phases": [],
     "data.eod_in_loss": True,
 }
+_ADAM = {"adam", "adamw", "fusedadam", "fusedadamw"}
 _ATTENTION = {
     "auto": "auto",
     "flash": "flash",
@@ -213,7 +214,7 @@ def _precision(importing: Importing) -> None:
 
 def _optimizer(importing: Importing) -> None:
     kind = importing.arguments.text("optimizer")
-    if kind is not None and kind != "adam":
+    if kind is not None and kind.lower() not in _ADAM:
         importing.leave("optimizer", "AdamW is here")
     importing.agree("optimizer", "Adam, whose weight decay is AdamW's there too")
 

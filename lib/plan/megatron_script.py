@@ -79,14 +79,23 @@ def read_launch(
     program, words, launcher = _training_command(followed, notes)
     flags = tuple(split_flags(words))
     if not flags:
-        hint = "; what << feeds to another program is not read: give that text itself"
         raise UserError(
-            "no flags: this text starts no program with --flags" + hint * ("<<" in text)
+            f"no flags: this text starts no program with --flags{_hint(text, followed)}"
         )
     options = {flag.name: flag.values[0] if flag.values else "" for flag in split_flags(launcher)}
     options |= _short_options(launcher)
     world_size, nodes = _processes(launcher, options, slurm)
     return Launch(program, flags, world_size, nodes, _rendezvous(options), tuple(notes))
+
+
+def _hint(text: str, followed: Followed) -> str:
+    """Where the flags may be instead."""
+    scripts = [
+        word for command in followed.commands for word in command.words if word.endswith(".sh")
+    ]
+    if scripts:
+        return f"; it starts {scripts[0]}: give that script"
+    return "; what << feeds to another program is not read: give that text" if "<<" in text else ""
 
 
 def split_flags(words: Sequence[str]) -> Iterator[Flag]:

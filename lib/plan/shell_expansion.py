@@ -4,12 +4,12 @@ What only a run could tell, ``$(hostname)`` or a variable that the script never 
 is written, or as ``$(...)``; a value with a ``$`` in it is therefore not known.
 """
 
-import ast
 import fnmatch
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from lib.plan.shell_arithmetic import evaluate
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 _BRACED = re.compile(
@@ -18,11 +18,11 @@ _BRACED = re.compile(
 )
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
 _KEY = re.compile(r"^\[[^\]]+\]=")
+_BRACE = re.compile(r"(?<!\$)\{(?:(-?\d+)\.\.(-?\d+)|([^{}\s\"']*,[^{}\s\"']*))\}")
 _ALL_ITEMS = re.compile(r'\$(?:@|\{@\}|\{\w+\[@\]\})"')
 _UNKNOWN = re.compile(r"\$\{[^}]*\}|\$\w+|\$\(.*?\)+|`[^`]*`", re.DOTALL)
 _OUTPUT = "$(...)"  # of a command, which is not known
-_LARGEST_POWER = 64
-_TOO_LARGE = 2**64
+_MOST_WORDS = 10_000  # that braces may make of one
 
 Value = str | list[str]
 
@@ -73,8 +73,31 @@ class Environment:
 def expand(raw: str, environment: Environment) -> list[str]:
     """The words that a raw word becomes: none, one, or more where a value has blanks."""
     fields = _Fields()
-    _Expansion(raw, environment, fields).run(quoted=False)
+    for word in _braces(raw):
+        fields.is_open = False
+        _Expansion(word, environment, fields).run(quoted=False)
     return fields.words
+
+
+def _braces(raw: str) -> list[str]:
+    """``x{1..3}`` and ``x{a,b}`` written out; a word with quotes before one stays."""
+    found = _BRACE.search(raw)
+    before = raw[: found.start()] if found else ""
+    is_inside = before.count("{") > before.count("}") or before.count("(") > before.count(")")
+    if found is None or is_inside or {"'", '"', "\\", "`"} & set(before):
+        return [raw]
+    first, last, listed = found.groups()
+    words = listed.split(",") if listed else [first]
+    if listed is None:
+        step = 1 if int(last) >= int(first) else -1
+        numbers = range(int(first), int(last) + step, step)
+        is_padded = any(re.match(r"-?0\d", each) for each in (first, last))
+        width = max(len(first), len(last)) if is_padded else 0
+        words = [f"{number:0{width}}" for number in numbers[: _MOST_WORDS + 1]]
+    tails = _braces(raw[found.end() :])
+    if len(words) * len(tails) > _MOST_WORDS:
+        return [raw]
+    return [before + word + tail for word in words for tail in tails]
 
 
 def expand_text(raw: str, environment: Environment) -> str:
@@ -294,105 +317,6 @@ def _trimmed(value: str, rest: str, written: str) -> str:
     return value
 
 
-# ---- arithmetic
-
-_BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-}
-_COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-
-
 def arithmetic(expression: str, environment: Environment) -> int | None:
     """What bash's ``$((expression))`` is; None where that cannot be told."""
-    text = expand_text(expression, environment).replace("&&", " and ").replace("||", " or ")
-    text = re.sub(r"!(?!=)", " not ", _conditional(text))
-    text = re.sub(r"(?<!/)/(?!/)", "//", text)
-    text = re.sub(r"(?<![\w$])0+(?=\d)", "", text)
-    try:
-        return _evaluate(ast.parse(text.strip(), mode="eval").body, environment)
-    except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
-        return None
-
-
-def _conditional(text: str) -> str:
-    """``c ? a : b`` as Python writes it, in brackets too."""
-    inner = re.compile(r"\(([^()]*)\)")
-    kept: list[str] = []
-    while found := inner.search(text):  # innermost brackets first; a mark stands for them
-        kept.append(f"({_unbracketed(found.group(1))})")
-        text = f"{text[: found.start()]}\x00{len(kept) - 1}\x01{text[found.end() :]}"
-    text = _unbracketed(text)
-    for number, piece in reversed(list(enumerate(kept))):
-        text = text.replace(f"\x00{number}\x01", piece)
-    return text
-
-
-def _unbracketed(text: str) -> str:
-    condition, mark, rest = text.partition("?")
-    if not mark:
-        return text
-    depth = 1  # a ? before the : has a : of its own
-    for place, letter in enumerate(rest):
-        depth += (letter == "?") - (letter == ":")
-        if depth == 0:
-            chosen, other = _unbracketed(rest[:place]), _unbracketed(rest[place + 1 :])
-            return f"(({chosen}) if ({condition}) else ({other}))"
-    return text
-
-
-def _evaluate(node: ast.expr, environment: Environment) -> int:
-    """Raises ValueError for what is no plain arithmetic of whole numbers."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return int(node.value)
-    if isinstance(node, ast.Name):
-        value = environment.text(node.id)
-        number = None if value is None else arithmetic(value, environment)
-        if number is None:
-            raise ValueError(node.id)
-        return number
-    if isinstance(node, ast.UnaryOp):
-        inner = _evaluate(node.operand, environment)
-        return int(not inner) if isinstance(node.op, ast.Not) else -inner
-    if isinstance(node, ast.IfExp):
-        node = node.body if _evaluate(node.test, environment) else node.orelse
-        return _evaluate(node, environment)
-    if isinstance(node, ast.BoolOp):
-        values = [_evaluate(each, environment) for each in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    return _evaluate_pair(node, environment)
-
-
-def _evaluate_pair(node: ast.expr, environment: Environment) -> int:
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        left, right = (_evaluate(each, environment) for each in (node.left, node.comparators[0]))
-        return int(_COMPARED[type(node.ops[0])](left, right))
-    if isinstance(node, ast.BinOp):
-        left, right = (_evaluate(each, environment) for each in (node.left, node.right))
-        return _combine(node.op, left, right)
-    raise ValueError("no whole number")
-
-
-def _combine(symbol: ast.operator, left: int, right: int) -> int:
-    if max(abs(left), abs(right)) >= _TOO_LARGE:
-        raise ValueError("more than 64 bits")
-    if isinstance(symbol, ast.FloorDiv):
-        quotient = abs(left) // abs(right)  # bash rounds towards 0
-        return quotient if (left < 0) == (right < 0) else -quotient
-    if isinstance(symbol, ast.Mod):
-        return left - right * _combine(ast.FloorDiv(), left, right)
-    if isinstance(symbol, ast.Pow | ast.LShift) and not 0 <= right <= _LARGEST_POWER:
-        raise ValueError("too large")
-    if isinstance(symbol, ast.Pow):
-        return int(left**right)
-    return _BINARY[type(symbol)](left, right)
+    return evaluate(expand_text(expression, environment), environment.text)

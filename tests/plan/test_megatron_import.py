@@ -209,6 +209,18 @@ def test_flags_without_a_counterpart_say_whether_it_matters(
     assert not found.problems
 
 
+@pytest.mark.parametrize("kind", ["adam", "adamw", "fusedadamw"])
+def test_adam_of_any_name_is_adam(kind: str) -> None:
+    found = launch(optimizer=kind)
+    assert list(found.agreed) == [f"--optimizer {kind}"]
+    assert not found.without
+
+
+@pytest.mark.parametrize("flag", ["rotary-base", "rotary-theta", "rope_theta"])
+def test_the_base_of_the_angles_has_had_many_names(flag: str) -> None:
+    assert written(launch(**{flag: 7e5}), "model.rope_theta") == [7e5]
+
+
 def test_unknown_flags_are_named_with_what_they_may_mean() -> None:
     found = launch(**{"num-layer": 3, "frobnicate": True})
     assert found.unknown["--num-layer 3"][0] == "--num-layers"

@@ -58,6 +58,8 @@ show $A "$A" '$A' "$B" a"b c"'d e'\ f""",
     "named": 'declare -A L=([7b]=32 ["1 b"]=16)\nM=7b\nL[13b]=40\nL[7b]=31 N=(x y)\nN[1]=z\n'
     "P=(u)\nP[1]=w\n"
     'show ${L[$M]} "${L[1 b]}" ${L[13b]} ${N[0]} ${N[1]} "${P[@]}" ${#P[@]}',
+    "braces": "for I in {0..11} {08..10} {2..-1} x{a,b}y{1..2}; do show $I; done\n"
+    "show {a} '{1..3}' \"{a,b}\" ${H:-{1..2}} a{,b} {1..x} --d=/p/{a,b}_t",
     "loops": """S=
 for I in a b c; do [ $I = b ] && continue; S="$S $I"; done; show $S
 N=0; while true; do N=$((N+1)); if (( N == 4 )); then break; fi; show $N; done
@@ -181,6 +183,7 @@ def test_files_that_a_script_reads_in_are_followed_where_they_are() -> None:
 
 def test_a_function_that_calls_itself_ends() -> None:
     follow_script("f() { f; }\nf\nwhile true; do f; done\nfor i in 1 2; do f; done", {})
+    follow_script("show {1..9999999999}{1..9999}{1..9999}\nfor i in {1..9999}; do f; done", {})
 
 
 # ---- the training command
@@ -282,6 +285,8 @@ def test_a_text_without_flags_is_refused() -> None:
         read_launch("echo hello\n", {})
     with pytest.raises(UserError, match="<< feeds"):
         read_launch("bash <<EOF\ntrain.py --a --b --c\nEOF\n", {})
+    with pytest.raises(UserError, match="it starts real\\.sh"):
+        read_launch('bash real.sh "$1" 8\n', {})
 
 
 def test_an_undecided_branch_with_flags_is_named() -> None:
