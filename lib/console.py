@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 
 _SECONDS_BETWEEN_LINES = 5.0
+_UNLIMITED = 10_000
 
 
 _copies: list[TextIO] = []
@@ -186,8 +188,18 @@ def _bar(stream: TextIO) -> Progress:
 
 
 def table(title: str, rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> None:
-    """Prints a table: names and values, or columns under headers."""
-    grid = Table(*headers, title=title, show_header=bool(headers), title_justify="left")
+    """Prints a table: names and values, or columns under headers.
+
+    Where columns under headers are too wide for the terminal, the frame goes first, then cells
+    are folded. None is cut: half a number is a wrong one.
+    """
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
+    grid = Table(title=title, show_header=bool(headers), title_justify="left")
+    for header in headers or [""] * max(map(len, rows), default=0):
+        grid.add_column(header, overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100).print(grid)
+    wanted = console.measure(grid, options=console.options.update(width=_UNLIMITED)).maximum
+    if headers and wanted > console.width:
+        grid.box, grid.padding = SIMPLE_HEAD, 0
+    console.print(grid)

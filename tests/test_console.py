@@ -1,5 +1,8 @@
 """What a progress line says."""
 
+import io
+import re
+
 import pytest
 
 from lib import console
@@ -31,3 +34,44 @@ def test_without_a_total_there_is_no_time_left(clock):
     clock[0] += 2.0
     counter.advance(3_000)
     assert counter.line() == "downloading: 3,000 bytes, 1,500 bytes/s"
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Makes standard output a terminal of so many columns; the answer gives its lines."""
+
+    def open_terminal(columns):
+        screen = io.StringIO()
+        screen.isatty = lambda: True
+        monkeypatch.setattr(console.sys, "stdout", screen)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return lambda: re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).splitlines()
+
+    return open_terminal
+
+
+@pytest.mark.parametrize("columns", [80, 70])
+def test_a_table_too_wide_for_the_terminal_loses_its_frame_and_no_digit(terminal, columns):
+    """Eleven columns of numbers, as of memory by kind: 93 columns with a frame, 70 without."""
+    lines = terminal(columns)
+    headers = ("stage", "layers", "at", "kept", "weights", "grads", "optim", "activ", "logits")
+    row = ("0", "32", "end", "128", "12.83", "28.87", "9.62", "116.14", "0.38", "25.74", "1077.1")
+    console.table("memory", [row], (*headers, "buffers", "all"))
+    assert max(map(len, lines())) <= columns
+    assert list(row) in [line.split() for line in lines()]
+
+
+@pytest.mark.parametrize("columns", [80, 30])
+@pytest.mark.parametrize("headers", [(), ("name", "value")])
+def test_a_long_cell_is_folded_and_never_cut(terminal, columns, headers):
+    lines = terminal(columns)
+    digits = "0123456789" * 20
+    console.table("figures", [("all", digits)], headers)
+    assert max(map(len, lines())) <= columns
+    assert re.sub(r"\D", "", "".join(lines())) == digits
+
+
+def test_a_table_that_fits_has_its_frame(terminal):
+    lines = terminal(80)
+    console.table("figures", [("a", "1")], ("name", "value"))
+    assert "│ a    │ 1     │" in lines()

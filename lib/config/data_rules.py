@@ -26,6 +26,11 @@ from lib.errors import Problem, UserError
 
 TOKENIZER_INFO = "data/tokenizer/tokenizer_info.json"
 
+Split = Literal["train", "valid", "test"]
+
+# The split on which a loss can be measured instead.
+_OTHER: Mapping[Split, Split] = {"train": "train", "valid": "test", "test": "valid"}
+
 _LARGEST_ID = {"uint8": 2**8 - 1, "uint16": 2**16 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 
 
@@ -66,7 +71,7 @@ def read_tokenizer_facts() -> TokenizerFacts:
         reason = " ".join(str(error).split())
         raise UserError(
             f"{TOKENIZER_INFO}: damaged ({reason}); write it again: dvc repro --force "
-            "prepare_tokenizer"
+            "--single-item prepare_tokenizer"
         ) from None
 
 
@@ -90,7 +95,7 @@ class TokensOrigin:
     def remedy(self) -> str:
         """How to get other tokens."""
         if self.imported is None:
-            return "tokenise again: dvc repro --force tokenize_corpus"
+            return "tokenise again: dvc repro --force --single-item tokenize_corpus"
         return (
             "take their tokenizer (tokenizer.kind: tokenizer_json), or describe them anew: python "
             f"-m stages.describe_tokens {self.imported} --tokenizer data/tokenizer --append-eod "
@@ -176,11 +181,15 @@ def splits_that_are_read_have_a_share(
                 "training.split",
                 f'"{training.split}"',
                 f"gives the {split} split no documents, which {reader} reads",
-                _more_tokens(split, 0),
+                _more_tokens(
+                    split,
+                    0,
+                    _unread(split, training, evaluate, _share(training, _OTHER[split]) > 0),
+                ),
             )
 
 
-def _share(training: TrainingSection, split: Literal["train", "valid", "test"]) -> float:
+def _share(training: TrainingSection, split: Split) -> float:
     shares = [*map(float, training.split.split(",")), 0.0, 0.0]
     return shares[("train", "valid", "test").index(split)]
 
@@ -208,17 +217,18 @@ def splits_hold_a_sample(
         is_cut = name in blended
         if is_cut and _share(training, split) == 0:
             continue  # told by the rule above
+        other_holds = facts.splits[_OTHER[split]].tokens >= length + 1
         yield Problem(
             "training.split" if is_cut else "data.validation",
             f'"{training.split}"' if is_cut else name,
             f"the {split} split of {name} (read by {' and '.join(readers)}) has {end - first} of "
             f"{facts.documents} documents with {tokens} tokens, fewer than one sample of "
             f"seq_length + 1 = {length + 1}",
-            _more_tokens(split, tokens),
+            _more_tokens(split, tokens, _unread(split, training, evaluate, other_holds)),
         )
 
 
-Needs = defaultdict[tuple[str, Literal["train", "valid", "test"], int], list[str]]
+Needs = defaultdict[tuple[str, Split, int], list[str]]
 
 
 def _training_needs(planned: Sequence[PlannedPhase], corpora: Sequence[str]) -> Needs:
@@ -241,7 +251,21 @@ def _measurements(
     yield evaluate.split, f"evaluate.split = {evaluate.split}"
 
 
-def _more_tokens(split: str, tokens: int) -> str:
+def _unread(
+    split: Split, training: TrainingSection, evaluate: EvaluateConfig, other_holds: bool
+) -> str | None:
+    """What to write so that nobody measures this split, if the other one can take its place."""
+    keys = []
+    if split == "valid" and training.eval_interval > 0:
+        keys.append("eval_interval: 0")
+    if split == evaluate.split:
+        if not other_holds:
+            return None
+        keys.append(f"evaluate.split: {_OTHER[split]}")
+    return " and ".join(keys) or None
+
+
+def _more_tokens(split: Split, tokens: int, unread: str | None) -> str:
     remedies = ["give it a larger share", "take a larger corpus"]
     if tokens > 1:
         remedies.append(f"write a seq_length of at most {tokens - 1}")
@@ -249,10 +273,8 @@ def _more_tokens(split: str, tokens: int) -> str:
         remedies.append("leave it out of data.blend")
     else:
         remedies.append("name others in data.validation")
-    if split == "valid":
-        remedies.append("write eval_interval: 0 and evaluate.split: test")
-    if split == "test":
-        remedies.append("write evaluate.split: valid")
+    if unread is not None:
+        remedies.append(f"write {unread}")
     return ", or ".join(remedies)
 
 

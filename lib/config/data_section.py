@@ -59,7 +59,8 @@ class DataSection(Section):
     imported: dict[str, str] = Field(default_factory=dict)
     """Tokens made elsewhere: by name, the path of a ``.bin`` and ``.idx`` without the ending. A
     manifest beside them says what they are; ``stages.describe_tokens`` writes it. DVC does not
-    watch these files: when they change, ``dvc repro --force validate_config``."""
+    watch these files: when they change, ``dvc repro --force --single-item
+    validate_config``."""
 
     eod_in_loss: bool = True
     """Whether a label that is the end-of-document token counts in the loss. True, so that the

@@ -1,5 +1,6 @@
 """Rules between the parameters and the tokenised corpora."""
 
+import re
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def test_tokens_are_of_this_tokenizer() -> None:
     assert [problem.field for problem in found] == fields * 2
     assert str(found[0]) == (
         "data/tokens/stdlib/manifest.json: tokenizer_fingerprint = ff: differs from "
-        "data/tokenizer/tokenizer_info.json: ee; tokenise again: dvc repro --force tokenize_corpus"
+        "data/tokenizer/tokenizer_info.json: ee; tokenise again: dvc repro --force "
+        "--single-item tokenize_corpus"
     )
     assert "python -m stages.describe_tokens pairs/web" in str(found[3])
 
@@ -137,5 +139,37 @@ def test_a_longer_sample_must_fit_as_well(make: Factory) -> None:
 def test_the_remedy_fits_the_split(make: Factory) -> None:
     assert "write evaluate.split: valid" in problems(make, {"test": 9})[0]
     assert "write eval_interval: 0" in problems(make, {"valid": 9})[0]
+    assert "evaluate.split" not in remedy(problems(make, {"valid": 9})[0])
+    assert (
+        "write eval_interval: 0 and evaluate.split: test"
+        in (problems(make, {"valid": 9}, evaluated="valid")[0])
+    )
     assert "a seq_length of at most 8" in problems(make, {"train": 9})[0]
     assert "seq_length of at most" not in problems(make, {"train": 1})[0]
+
+
+def remedy(line: str) -> str:
+    return line.rpartition("; ")[2]
+
+
+@pytest.mark.parametrize("valid", [9, 17])
+@pytest.mark.parametrize("test", [9, 17])
+@pytest.mark.parametrize("eval_interval", [0, 10])
+@pytest.mark.parametrize("evaluated", ["valid", "test"])
+def test_measuring_another_split_is_advised_only_where_that_mends_it(
+    make: Factory, valid: int, test: int, eval_interval: int, evaluated: str
+) -> None:
+    """Followed to the letter, the advice mends its problem and makes no other."""
+    tokens = {"valid": valid, "test": test}
+    now = problems(make, tokens, eval_interval, evaluated)
+    for line in now:
+        written = dict(re.findall(r"(eval_interval|evaluate.split): (\w+)", remedy(line)))
+        if not written:
+            continue
+        left = problems(
+            make,
+            tokens,
+            int(written.get("eval_interval", eval_interval)),
+            written.get("evaluate.split", evaluated),
+        )
+        assert len(left) < len(now), (line, left)
