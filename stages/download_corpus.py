@@ -31,11 +31,12 @@ def main(params: Path, corpus: str | None) -> None:
     Reads corpora.NAME of the parameter file. Its key source says where documents come from:
 
     \b
-    python_stdlib  the Python standard library's own source on this machine (no network);
-                   each module is a document
+    python_stdlib  the Python standard library's own source on this machine (no
+                   network); each module is a document
     files          paths, globs of .jsonl, .txt (both also .gz, .zst) and .parquet
-    url            urls, downloaded to data/download; a broken download is resumed,
-                   also by the next run, and used only if its sha256 is right
+    url            urls, downloaded to data/download; a broken download is
+                   resumed, also by the next run, and used only if its sha256 is
+                   right
     huggingface    dataset of the Hugging Face hub at revision, streamed
 
     Writes data/raw/NAME: corpus-00000.jsonl.zst and so on, a JSON object {"text", "source", "line"}

@@ -21,16 +21,17 @@ from lib.console import progress, say, table
     help="Folder of the published model.",
 )
 def main(params: Path, model: Path) -> None:
-    r"""Measures loss, perplexity and bits per byte, and generates samples.
+    """Measures loss, perplexity and bits per byte, and generates samples.
 
     The corpora of data.validation are measured, each by itself and all together per token.
 
     \b
-    Reads   model/, data/tokens, the pairs of data.imported, params.yaml (section evaluate)
-    Writes  results/evaluate.json           figures
-            results/loss_by_position.csv    loss by tokens of context, for a plot
-            results/samples.md              the generated texts
-    """
+    Reads   model/, data/tokens, the pairs of data.imported
+            params.yaml (section evaluate)
+    Writes  results/evaluate.json         figures
+            results/loss_by_position.csv  loss by tokens of context, for a plot
+            results/samples.md            the generated texts
+    """  # noqa: D301  (click wants the character)
     options = read_params(params).section("evaluate", EvaluateConfig)
     from lib.evaluate import evaluation  # imports torch: seconds
 

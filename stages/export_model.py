@@ -31,16 +31,16 @@ _TOKENIZER = Path("data/tokenizer")
     help="Folder to write; an export that is there is replaced.",
 )
 def main(params: Path, model: Path, output: Path) -> None:
-    r"""Writes a folder for AutoModelForCausalLM and AutoTokenizer of Hugging Face's transformers.
+    """Writes a folder for AutoModelForCausalLM and AutoTokenizer of Hugging Face's transformers.
 
     Models are GPT-2, Llama, Qwen2 or Qwen3, as their section model says; validate_config refuses
     before training what none of them can express (or write export.format: none).
 
     \b
     Reads   model/, params.yaml (section export)
-            results/train.json              losses for the model's card
-    Writes  model_hf/                       weights, configuration, tokenizer, README.md
-    """
+            results/train.json  losses for the model's card
+    Writes  model_hf/           weights, configuration, tokenizer, README.md
+    """  # noqa: D301  (click wants the character)
     options = read_params(params).section("export", ExportConfig)
     figures = read_figures(_FIGURES) if model == _MODEL else {}
     from lib.checkpoint.export import export_model  # imports torch: seconds

@@ -40,10 +40,11 @@ def main(params: Path, source: Path, output: Path, set_params: bool) -> None:
     """Converts the weights in the folder SOURCE into a weights folder that training starts from.
 
     \b
-    SOURCE  a Hugging Face folder   config.json and .safetensors files, one or several
-            a published model       model/ of this project
-            a checkpoint            state/FINGERPRINT/iter_N of this project
-    Writes  initial/                model.safetensors, weights.json, tokenizer.json if there is one
+    SOURCE  a Hugging Face folder  config.json, one or several .safetensors files
+            a published model      model/ of this project
+            a checkpoint           state/FINGERPRINT/iter_N of this project
+    Writes  initial/               model.safetensors, weights.json, and
+                                   tokenizer.json if there is one
 
     Nothing in SOURCE is run: pickles (pytorch_model.bin) are refused, its Python files ignored.
 

@@ -37,8 +37,9 @@ TOKENIZER_DIR = Path("data/tokenizer")
     "--way",
     "ways",
     type=click.Choice(list(WAYS)),
+    metavar="NAME",
     multiple=True,
-    help="Only this one, and Drydock's; may be given several times.",
+    help=f"Only this one, and Drydock's; may be given several times. One of: {'; '.join(WAYS)}.",
 )
 @click.option(
     "--folder",

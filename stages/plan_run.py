@@ -94,9 +94,11 @@ def main(params: Path, **options: Unpack[Options]) -> None:
     With --search all layouts of that many GPUs, the fastest first, and why the others fall out.
 
     \b
-    Reads   params.yaml (model, precision, parallel, training, data, launch, runtime, tokenizer)
-            data/tokenizer/tokenizer_info.json, if it is there
-    Writes  with --write: parallel, training.micro_batch_size and runtime.recompute* of params.yaml
+    Reads   params.yaml (model, precision, parallel, training, data, launch,
+            runtime, tokenizer)
+            data/tokenizer/tokenizer_info.json, where the tokenizer is not trained
+    Writes  with --write: parallel, training.micro_batch_size and
+            runtime.recompute* of params.yaml
             with --picture: the picture
     """  # noqa: D301  (click wants the character)
     if options["write"] and not options["search"]:

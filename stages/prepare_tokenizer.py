@@ -27,12 +27,16 @@ def main(params: Path) -> None:
     says where it comes from:
 
     \b
-    train_bpe       a byte-level BPE of tokenizer.vocab_size entries, trained on the first
-                    tokenizer.train_megabytes of data/raw, where each corpus has a share as large
-                    as its share of all text; the same text gives the same result
-    tokenizer_json  tokenizer.path, a tokenizer.json of the Hugging Face tokenizers library
-    gpt2            tokenizer.vocab_file and merges_file: GPT-2's vocab.json and merges.txt
-    sentencepiece   tokenizer.path, the .model of a SentencePiece BPE with byte fallback
+    train_bpe       a byte-level BPE of tokenizer.vocab_size entries, trained on
+                    the first tokenizer.train_megabytes of data/raw, where each
+                    corpus has a share as large as its share of all text; the
+                    same text gives the same result
+    tokenizer_json  tokenizer.path, a tokenizer.json of Hugging Face's library
+                    tokenizers
+    gpt2            tokenizer.vocab_file and merges_file: GPT-2's vocab.json and
+                    merges.txt
+    sentencepiece   tokenizer.path, the .model of a SentencePiece BPE with byte
+                    fallback
 
     Writes data/tokenizer, whole or not at all: tokenizer.json, and tokenizer_info.json with the
     vocabulary's size, the control tokens and a fingerprint that ties token files and checkpoints

@@ -30,7 +30,7 @@ EXPLAINER = "stages.explain_memory"  # started, not imported: what it says chang
 
 @stage_command
 def main(params: Path) -> None:
-    r"""Trains the model, from its last checkpoint if there is one, and publishes it.
+    """Trains the model, from its last checkpoint if there is one, and publishes it.
 
     Ctrl-C or SIGTERM saves the state first; the same command, run again, continues. A run that is
     finished continues when training.train_iters grows or data.phases gets another phase. Any other
@@ -38,12 +38,14 @@ def main(params: Path) -> None:
     each (docs/clusters.md).
 
     \b
-    Reads   outputs/run_config.json, data/tokens, data/tokenizer, the pairs of data.imported
+    Reads   outputs/run_config.json, data/tokens, data/tokenizer
+            the pairs of data.imported
             params.yaml (sections launch and runtime)
     Writes  state/FINGERPRINT/   checkpoints, history and log while training
-            model/               weights, run configuration, tokenizer, record, log
+            model/               weights, run configuration, tokenizer, record,
+                                 log
             results/train.csv, validation.csv, train.json
-    """
+    """  # noqa: D301  (click wants the character)
     params_file = read_params(params)
     launch_config = params_file.section("launch", LaunchConfig)
     runtime = params_file.section("runtime", RuntimeConfig)

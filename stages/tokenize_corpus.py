@@ -43,11 +43,13 @@ def main(params: Path, corpus: str | None, shard: str | None, ray: str | None) -
     data/tokens/NAME, whole or not at all:
 
     \b
-    corpus_text_document.bin  the tokens of all documents, back to back: uint16 for vocabularies
-                              below 65,500, else int32
+    corpus_text_document.bin  the tokens of all documents, back to back: uint16
+                              for vocabularies below 65,500, else int32
     corpus_text_document.idx  where each document begins, and its length
-    left_out.npy              numbers of the documents of data/raw/NAME that gave no tokens
-    manifest.json             counts, checksums, and which tokenizer and corpus they belong to
+    left_out.npy              numbers of the documents of data/raw/NAME that gave
+                              no tokens
+    manifest.json             counts, checksums, and which tokenizer and corpus
+                              they belong to
 
     Megatron-LM and the tools around it read the pair as it is. Documents keep the order of
     data/raw/NAME. tokens.append_eod ends each with the end-of-document token; one without tokens,

@@ -72,8 +72,8 @@ def main(params: Path, schema_only: bool, as_json: bool, output: Path) -> None:
 
     \b
     Reads   params.yaml (all sections)
-            data/tokens/NAME/manifest.json and the .idx beside it, of each corpus that is
-            trained on or measured, and the same of the pairs of data.imported
+            data/tokens/NAME/manifest.json and the .idx beside it, of each corpus
+            that is trained on or measured, and of the pairs of data.imported
             data/tokenizer/tokenizer_info.json
             the record of the folder that training.initial_weights names
     Writes  outputs/run_config.json
