@@ -16,6 +16,7 @@ from lib.console import say
 from lib.errors import UserError
 from lib.plan.out_of_memory import explain
 from lib.plan.work import works_of
+from lib.train.memory_crash import memory_error
 
 
 @stage_command
@@ -43,7 +44,10 @@ def main(params: Path, processes: int, rank: int, run_config: Path) -> None:
     works = works_of(config, runtime, config.data.vocab_size, processes)
     # Stages are the slowest axis of the grid of ranks.
     stage = rank * works[0].parallel.pipeline // processes
-    for line in explain(works, stage, sys.stdin.read()):
+    message = sys.stdin.read()
+    if memory_error(message) is None:
+        raise UserError("standard input: says nothing of memory that ran out; give torch's message")
+    for line in explain(works, stage, message):
         say(line)
 
 

@@ -41,3 +41,9 @@ def test_refusals_are_one_line(files, arguments):
     done = CliRunner().invoke(main, [*files, *arguments], input=MESSAGE)
     assert done.exit_code == 1
     assert done.output.startswith("error: ")
+
+
+def test_what_is_no_message_of_memory_is_refused(files):
+    done = CliRunner().invoke(main, [*files, "--processes=4"], input="Traceback ...\nValueError\n")
+    assert done.exit_code == 1
+    assert done.output.startswith("error: standard input: says nothing of memory that ran out")
