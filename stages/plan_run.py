@@ -80,7 +80,7 @@ class Options(TypedDict):
 @click.option(
     "--vocab-size",
     type=click.IntRange(1),
-    help="Tokens.  [default: data/tokenizer's, or tokenizer.vocab_size]",
+    help="Tokens.  [default: tokenizer.vocab_size; data/tokenizer's if it is not trained]",
 )
 @click.option("--search", is_flag=True, help="Rank all layouts by expected tokens/s.")
 @click.option("--write", is_flag=True, help="With --search: write the first one to params.yaml.")
@@ -103,6 +103,8 @@ def main(params: Path, **options: Unpack[Options]) -> None:
     """  # noqa: D301  (click wants the character)
     if options["write"] and not options["search"]:
         raise UserError("--write: writes what a search has chosen; give --search too")
+    if options["picture"] is not None and options["picture"].suffix != ".svg":
+        raise UserError(f"--picture {options['picture']}: is drawn as SVG; name it .svg")
     file = read_params(params)
     sections, runtime = Params.from_file(file), file.section("runtime", RuntimeConfig)
     launch = file.section("launch", LaunchConfig)
@@ -114,11 +116,31 @@ def main(params: Path, **options: Unpack[Options]) -> None:
         return
     per_node = machines.gpus_per_node
     nodes = machines.gpus // per_node
-    planned = launch.model_copy(update={"device": "cuda"})
-    processes = process_count(sections, planned, per_node, nodes) * nodes
+    processes = _processes(file, sections, launch, per_node, nodes)
     works = works_of(sections, runtime, vocab_size, processes)
     fullest = max(works, key=lambda work: peak_memory(work).kinds.total)
     _tell(fullest, _warnings(file, sections, works, machines), machines, options)
+
+
+def _processes(
+    file: ParamsFile, sections: Params, launch: LaunchConfig, per_node: int, nodes: int
+) -> int:
+    """Of all nodes, whose GPUs are those of the command line."""
+    on_gpus = launch.model_copy(update={"device": "cuda"})
+    try:
+        return process_count(sections, on_gpus, per_node, nodes) * nodes
+    except InvalidParams as refusal:
+        problems = [
+            replace(
+                each,
+                rule=each.rule.replace("this machine shows", "a node has"),
+                remedy=each.remedy.replace(
+                    "launch.device: cpu", "give more --gpus or --nodes, or let --search choose"
+                ),
+            )
+            for each in refusal.problems
+        ]
+        raise InvalidParams(file.located(problems)) from None
 
 
 def _warnings(

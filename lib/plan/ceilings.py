@@ -269,6 +269,8 @@ def read_ceilings(path: Path) -> Ceilings:
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(read, dict) and "ceilings" in read:
+            if read.get("device") == "cpu":
+                raise UserError("is of a CPU; run stages.check_hardware on GPUs, or take --gpu")
             return HardwareRecord.model_validate(read).rates()
         return Ceilings.model_validate(read)
     except UserError as error:

@@ -56,7 +56,9 @@ def figure_rows(
     rows = [
         ("layout", f"{work.parallel.name}: {work.ranks} x {machines.ceilings.device}"),
         ("micro batches of a step, on each copy", batches_text(work)),
+        ("vocabulary", f"{work.vocab_size:,} rows, padding included"),
         ("memory", f"{need / GIB:.1f} of {memory / GIB:.1f} GiB a GPU: {verdict}"),
+        ("what tensors may take of a GPU", f"{machines.usable / GIB:.1f} GiB"),
         (
             "largest micro batch that fits",
             "none" if fitting is None else str(fitting.micro_batch_size),

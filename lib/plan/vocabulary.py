@@ -14,18 +14,20 @@ def decided_vocabulary(tokenizer: TokenizerOptions) -> int | None:
 
 
 def vocabulary_of(file: ParamsFile) -> int:
-    """Tokens of data/tokenizer, if it is there; else as section ``tokenizer`` decides.
+    """Tokens as section ``tokenizer`` decides; of a given tokenizer those of data/tokenizer.
+
+    What data/tokenizer holds may be of other parameters, where the tokenizer is trained.
 
     Raises:
-        UserError: data/tokenizer is damaged; or a tokenizer is given, and not there yet.
+        UserError: a tokenizer is given, and data/tokenizer is damaged or not there yet.
     """
-    if Path(TOKENIZER_INFO).is_file():
-        return read_tokenizer_facts().vocab_size
     tokenizer = file.section("tokenizer", TokenizerOptions)
     decided = decided_vocabulary(tokenizer)
-    if decided is None:
-        raise UserError(
-            f"tokenizer.kind = {tokenizer.kind}: how many tokens it has is known once it was read; "
-            "run dvc repro prepare_tokenizer"
-        )
-    return decided
+    if decided is not None:
+        return decided
+    if Path(TOKENIZER_INFO).is_file():
+        return read_tokenizer_facts().vocab_size
+    raise UserError(
+        f"tokenizer.kind = {tokenizer.kind}: how many tokens it has is known once it was read; "
+        "run dvc repro prepare_tokenizer"
+    )

@@ -162,7 +162,7 @@ def test_what_a_record_lacks_is_as_of_the_known_gpu(tmp_path):
     ("changes", "word"),
     [
         ({"name": "Z9"}, "Z9"),
-        ({"gpus": 0}, "device"),
+        ({"gpus": 0}, "is of a CPU"),
         ({"figures": {"copy_gb_per_s": -1}}, "copy_gb_per_s"),
     ],
 )

@@ -67,6 +67,36 @@ def test_what_does_not_fit_is_warned_of(folder):
     assert json.loads(run(*H200S, "--memory", "0.1", "--json").output)["fits"] is False
 
 
+def test_a_trained_vocabulary_is_that_of_the_file(folder):
+    """What data/tokenizer holds may be of the parameters before."""
+    (folder / "data" / "tokenizer").mkdir(parents=True)
+    (folder / "data" / "tokenizer" / "tokenizer_info.json").write_text(
+        '{"fingerprint": "f", "vocab_size": 512, "end_of_document": {"id": 0}}'
+    )
+    assert "4,096 rows" in run(*H200S).output
+    changed(folder, tokenizer={"kind": "sentencepiece", "path": "some.model"})
+    assert "512 rows" in run(*H200S).output
+
+
+def test_more_gpus_than_are_given_are_refused_with_a_way_out(folder):
+    changed(folder, parallel={"data": 4}, training={"micro_batch_size": 4})
+    done = run(*H200S)
+    assert done.exit_code == 1
+    assert "params.yaml:" in done.output
+    assert "parallel.data = 4: wants 4 GPUs, one per process, but a node has 2" in done.output
+    assert "write 2 or less, or give more --gpus or --nodes, or let --search choose" in done.output
+    assert run(*H200S, "--search").exit_code == 0
+    assert run("--gpu", "H200", "--gpus", "4").exit_code == 0
+    assert run(*H200S, "--nodes", "2").exit_code == 0
+
+
+def test_a_picture_is_named_for_what_it_is(folder):
+    done = run(*H200S, "--picture", "plan.png")
+    assert done.exit_code == 1
+    assert "name it .svg" in done.output
+    assert not (folder / "plan.png").exists()
+
+
 def test_long_bubbles_are_warned_of(folder):
     changed(folder, parallel={"pipeline": 2})
     (warning,) = json.loads(run(*H200S, "--json").output)["warnings"]
@@ -86,14 +116,10 @@ def test_other_gpus_are_estimated(folder):
     assert "not measured" in done.output
 
 
-def test_the_vocabulary_of_a_tokenizer_that_is_there(folder):
-    small = json.loads(run(*H200S, "--json").output)
-    (folder / "data" / "tokenizer").mkdir(parents=True)
-    info = {"fingerprint": "f", "vocab_size": 50304, "end_of_document": {"id": 0}}
-    (folder / "data" / "tokenizer" / "tokenizer_info.json").write_text(json.dumps(info))
-    large = json.loads(run(*H200S, "--json").output)
-    given = json.loads(run(*H200S, "--json", "--vocab-size", "4096").output)
-    logits = [answer["stages"][0]["bytes"]["logits"] for answer in (small, large, given)]
+def test_the_vocabulary_decides_the_logits(folder):
+    sizes = [(), ("--vocab-size", "50304"), ("--vocab-size", "4096")]
+    answers = [json.loads(run(*H200S, "--json", *size).output) for size in sizes]
+    logits = [answer["stages"][0]["bytes"]["logits"] for answer in answers]
     assert logits[0] == logits[2] < logits[1]
 
 
@@ -187,7 +213,7 @@ def test_a_layout_that_cannot_be_is_refused(folder):
 
 
 def test_more_gpus_than_there_are_is_refused(folder):
-    changed(folder, parallel={"data": 4})
+    changed(folder, parallel={"data": 4}, training={"micro_batch_size": 4})
     done = run(*H200S)
     assert done.exit_code == 1
     assert "parallel.data = 4" in done.output
