@@ -14,7 +14,7 @@ from itertools import count
 
 from lib.config.batch_rules import fewest_copies
 from lib.config.nearest import multiples_near
-from lib.config.operation import CheckpointConfig
+from lib.config.operation import CheckpointConfig, EvaluateConfig
 from lib.config.run_config import (
     RunConfig,
     count_parameters,
@@ -272,6 +272,21 @@ def validation_is_measured_on_the_way(training: TrainingSection) -> Iterator[Pro
         )
 
 
+def prompts_end_without_a_space(evaluate: EvaluateConfig) -> Iterator[Problem]:
+    """Byte-level tokenizers put a space and the word behind it into one token.
+
+    Source: GPT-2's tokenizer, whose pattern takes a space together with the letters behind it.
+    """
+    for number, prompt in enumerate(evaluate.prompts):
+        if evaluate.num_samples > 0 and prompt.strip() and prompt.endswith(" "):
+            yield Problem(
+                f"evaluate.prompts[{number}]",
+                f'"{prompt}"',
+                "ends with a space, which the model has seen at the beginning of words only",
+                f'write "{prompt.rstrip()}"',
+            )
+
+
 ADVICE = (
     pipeline_waits_little,
     sizes_suit_the_gpu,
@@ -284,4 +299,5 @@ ADVICE = (
     data_are_not_repeated_often,
     training_is_saved,
     validation_is_measured_on_the_way,
+    prompts_end_without_a_space,
 )

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,6 +48,7 @@ _GRACE_S = 1.5
 # after thirty calls eight ranks were ten times slower. Fresh ones start in a moment: all that they
 # need is imported before they are forked.
 _MOST_THREADS = 60
+_PROJECT = Path(__file__).resolve().parents[2]
 _PRELOADED = [
     "torch",
     "torch.distributed.tensor",
@@ -101,6 +103,8 @@ class _Pool:
         # Forked from a process that has torch imported, but has run nothing with it.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
+        with contextlib.chdir(_PROJECT):  # before Python 3.13 it looks for them where it begins
+            forkserver.ensure_running()
 
     def run(self, size: int, call: "_Call", timeout: float) -> list[Any]:
         if any(rank.num_threads() > _MOST_THREADS for rank in self._ranks):

@@ -225,6 +225,9 @@ class RunState:
         for line in decay_table(dict.fromkeys(row for rows in table for row in rows)):
             self._say(f"weight decay: {line}")
         train_iters = self.config.training.train_iters
+        later = iterations(self.path) if self.state is not None else []
+        if later:  # find_latest found none within the length of the run
+            warn(f"the checkpoints that are kept, of {later}, are beyond iteration {train_iters}")
         self._say(f"starting at iteration 0 of {train_iters} in {self.path}")
         for line in start_from_weights(self._parts.model, self.config):
             self._say(line)

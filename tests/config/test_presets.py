@@ -14,9 +14,10 @@ from lib.config.params_problems import entry_model
 from lib.config.presets import conflicts, merge_preset, preset_path, read_preset, to_text
 from lib.config.run_config import Params, count_parameters, resolve_model
 from lib.errors import InvalidParams, UserError
+from lib.train.hardware import Gpu, Machine
 from stages.apply_preset import ALL_SECTIONS, committed_version
 from stages.validate_config import ALL_SECTIONS as VALIDATED_SECTIONS
-from stages.validate_config import check_schema
+from stages.validate_config import check_schema, find_warnings
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted(path.stem for path in (ROOT / "params").glob("*.yaml"))
@@ -79,6 +80,15 @@ def test_a_preset_is_sound_and_keeps_all_comments(name: str) -> None:
     text = merged_text(name)
     check_schema(parse_params(text, Path("params.yaml")))
     assert comments(text) == comments(default_text())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gets_no_advice(name: str) -> None:
+    """On a CPU or the GPUs that it names: whoever takes a preset has nothing to mend."""
+    gpus = re.search(r"_(\d)gpu$", name)
+    here = Machine((Gpu("NVIDIA H200", (9, 0), 150 * 10**9),) * (int(gpus[1]) if gpus else 0))
+    file = parse_params(merged_text(name), Path("params.yaml"))
+    assert not find_warnings(file, here)
 
 
 @pytest.mark.parametrize("name", PRESETS)

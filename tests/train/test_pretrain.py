@@ -100,6 +100,11 @@ def test_a_longer_a_shorter_and_again_a_longer_run(project):
     assert "differ" not in out
     assert losses()[:8] == whole
     assert len(losses()) == 10
+    configure(training__train_iters=1, schedule__decay_iters=12)
+    begun = pretrain()
+    assert "are beyond iteration 1" in begun
+    assert "starting at iteration 0 of 1" in begun
+    assert losses() == whole[:1]
 
 
 LAYOUTS = {
