@@ -133,11 +133,22 @@ def describe_error(
     if cause is not None:
         keys = known[name] if len(at) == 1 else ()
         return [_from_text(part, at, keys) for part in str(cause).split("; and ")]
+    if error["type"] == "model_type" and entry is not model and at[-1] in entry.model_fields:
+        remedy = f"write a name of your choice, such as mine, and {at[-1]} below it, indented"
+        return [Finding(at, "stands where the name of a corpus must be", remedy)]
     default: object = None
     if len(at) == depth and isinstance(at[-1], str) and at[-1] in entry.model_fields:
         field = entry.model_fields[at[-1]]
         default = None if field.is_required() else field.get_default()
-    return [Finding(at, *_rule_and_remedy(error, default))]
+    rule, remedy = _rule_and_remedy(error, default)
+    if error["type"] == "literal_error" and _may_be_null(at, entry, depth):
+        remedy = f"{remedy.rstrip('?')}, or write null"
+    return [Finding(at, rule, remedy)]
+
+
+def _may_be_null(at: Location, entry: type[BaseModel], depth: int) -> bool:
+    field = entry.model_fields.get(str(at[-1])) if len(at) == depth else None
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def entry_model(model: type[BaseModel]) -> type[BaseModel]:

@@ -56,8 +56,8 @@ def preset_path(folder: Path, name: str) -> Path:
     if name in names:
         return path
     near = nearest_keys(name, names)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"{name}: no such preset in {folder}; {hint}There are: {', '.join(names)}")
+    hint = f"did you mean {near[0]}? There are" if near else "there are"
+    raise UserError(f"{name}: no such preset in {folder}; {hint}: {', '.join(names)}")
 
 
 def read_preset(path: Path, models: Mapping[str, type[BaseModel]]) -> ParamsFile:

@@ -163,19 +163,24 @@ def warmup_ends_before_the_decay_and_the_training(
     if not warmup:
         return
     unit, one = ("iters", batch) if schedule.warmup_iters is not None else ("samples", 1)
-    ends = [("training.train", "the length of training", train)]
+    ends = [(_given("training.train", training.train_iters), "the length of training", train)]
     if decay is not None and schedule.decay != "constant":
-        ends.append(("schedule.decay", "the end of the decay", decay))
+        ends.append((_given("schedule.decay", schedule.decay_iters), "the end of the decay", decay))
     ends = [end for end in ends if end[2] is not None and warmup >= end[2]]
     if ends:
         limit = min(length for _, _, length in ends if length is not None)
-        what = " and ".join(f"{text} ({name}: {length} samples)" for name, text, length in ends)
+        what = " and ".join(f"{text} ({given}, {length} samples)" for given, text, length in ends)
         yield Problem(
             f"schedule.warmup_{unit}",
             str(warmup // one),
             f"warm-up ({warmup} samples) must be shorter than {what}",
             f"write {max(0, -(-limit // one) - 1)} or less, or make the other longer",
         )
+
+
+def _given(name: str, iterations: int | None) -> str:
+    """The key of a length that is given."""
+    return f"{name}_samples" if iterations is None else f"{name}_iters = {iterations}"
 
 
 def wsd_decay_is_given_for_wsd_only(schedule: ScheduleSection) -> Iterator[Problem]:

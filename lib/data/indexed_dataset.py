@@ -196,7 +196,10 @@ class IndexedDataset:
         path = idx_path(prefix)
         for file in (path, bin_path(prefix)):
             if not file.is_file():
-                raise UserError(f"{file}: not there; the tokenize_corpus stage writes it")
+                raise UserError(
+                    f"{file}: not there; of data/tokens the stage tokenize_corpus writes it, of "
+                    "tokens made elsewhere name the pair by its path without .bin and .idx"
+                )
         self._index = _map(path)
         # Binary search: what lies around an entry, which the kernel would read too (up to many MB
         # where its read-ahead is set high), is not wanted.

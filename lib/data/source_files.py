@@ -57,12 +57,18 @@ def find_files(paths: tuple[str, ...], field: str) -> list[Path]:
         if not files:
             raise UserError(
                 f"{field}: {pattern} matches no file (looked from {Path.cwd()}); "
-                "correct the glob, or remove it"
+                + _other_glob(pattern, Path(expanded))
             )
         found.update(files)
     for path in sorted(found):
-        check_suffix(path.name)
+        check_suffix(str(path))
     return sorted(found)
+
+
+def _other_glob(pattern: str, path: Path) -> str:
+    if path.is_dir():
+        return f"it is a folder: write {pattern.rstrip('/')}/**/*.txt, or another ending"
+    return "correct the glob, or remove it"
 
 
 def check_suffix(name: str) -> None:

@@ -199,6 +199,15 @@ def test_glob_that_matches_nothing_is_an_error_although_another_matches(tmp_path
         read(tmp_path / "a.txt", tmp_path / "*.jsonl")
 
 
+def test_a_folder_is_told_how_to_name_its_files(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    write(tmp_path / "texts" / "deep" / "a.txt", "x")
+    with pytest.raises(UserError, match=r"it is a folder: write .*/texts/\*\*/\*\.txt,") as told:
+        read(tmp_path / "texts")
+    pattern = str(told.value).partition("write ")[2].partition(",")[0]
+    assert texts(Path(pattern)) == ["x"]
+
+
 def test_unknown_ending_is_an_error_that_lists_the_known(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "x")
     with pytest.raises(UserError, match=r"a\.csv: unknown kind.*\.jsonl\.zst.*\.parquet"):
