@@ -17,6 +17,7 @@ from lib.config.run_config import RunConfig
 from lib.console import say, warn
 from lib.errors import InvalidParams
 from lib.layers.attention_limits import PACKAGE_MODULES
+from lib.train.current_config import require_current
 from lib.train.hardware import Machine, cuda_devices, installed
 from lib.train.launch import LaunchOptions, launch
 from lib.train.machine_rules import machine_findings
@@ -53,6 +54,7 @@ def main(params: Path) -> None:
         train_as_worker(params, launch_config, runtime)
         return
     config = RunConfig.load(RUN_CONFIG)
+    require_current(config, params_file, str(RUN_CONFIG))
     gpus = cuda_devices()
     nodes = find_nodes(launch_config, os.environ)
     here = Machine(gpus, installed(PACKAGE_MODULES), nodes=nodes.count)
