@@ -152,6 +152,11 @@ def _warnings(
         (*PLAN_ADVICE, pipeline_waits_little), facts | {"parallel": works[0].parallel}
     )
     warnings = [str(each) for each in file.located(problems)]
+    if works[0].ranks < machines.gpus:
+        warnings.append(
+            f"the run takes {works[0].ranks} of {machines.gpus} GPUs by parallel and the batch: "
+            "--search shows layouts of all"
+        )
     if works[0].runtime.kernels == "torch":
         warnings.append(
             "runtime.kernels: torch keeps more than the plan says, which is of fused ones"

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from lib.cli import stage_command
 from lib.config.advice import ADVICE
 from lib.config.batch_schedule import BatchSchedule
 from lib.config.data_facts import Phase
-from lib.config.data_rules import TokenizerFacts, read_tokenizer_facts
+from lib.config.data_rules import TOKENIZER_INFO, TokenizerFacts, read_tokenizer_facts
 from lib.config.data_section import DataSection
 from lib.config.initial_weights import WEIGHTS_TOKENIZER, GivenWeights
 from lib.config.launch_plan import process_count
@@ -222,6 +222,7 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
             name, remedy = "training.initial_weights", "or write null to start from random weights"
             problems.append(Problem(name, training.initial_weights, str(error), remedy))
     tokens, tokenizer_facts = sections.get("tokens"), facts.get("tokenizer_facts")
+    problems += missing_tokenizer_files(sections.get("tokenizer"))
     known |= _known_vocabulary(sections.get("tokenizer"))
     if isinstance(tokenizer_facts, TokenizerFacts):
         known["vocab_size"] = tokenizer_facts.vocab_size
@@ -233,6 +234,22 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
     if problems:
         raise InvalidParams(params_file.located(problems))
     return known
+
+
+def missing_tokenizer_files(tokenizer: object) -> Iterator[Problem]:
+    """Files of a given tokenizer that are not there, while it has not been taken."""
+    if not isinstance(tokenizer, TokenizerOptions) or Path(TOKENIZER_INFO).exists():
+        return
+    for key in ("path", "vocab_file", "merges_file"):
+        path: str | None = getattr(tokenizer, key)
+        if path is not None and not Path(path).is_file():
+            yield Problem(
+                f"tokenizer.{key}",
+                path,
+                "there is no such file",
+                "name a file of this machine, relative to the project or absolute, or set "
+                "tokenizer.kind: train_bpe",
+            )
 
 
 def _known_vocabulary(tokenizer: object) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """The stage: everything at once, in one line each, and the file that pretraining consumes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -264,12 +265,29 @@ def test_json_is_for_programs(folder: Path) -> None:
     assert "not valid YAML" in json.loads(done.stdout)["error"]
 
 
-def test_the_vocabulary_of_a_given_tokenizer_is_not_guessed() -> None:
+def test_the_vocabulary_of_a_given_tokenizer_is_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("v.json", "m.txt"):
+        Path(name).touch()
     text = (ROOT / "params.yaml").read_text()
     text = text.replace("kind: train_bpe ", "kind: gpt2 ").replace("top_k: 50 ", "top_k: 5000 ")
     text = text.replace("vocab_file: null ", "vocab_file: v.json ")
     text = text.replace("merges_file: null ", "merges_file: m.txt ")
     check_schema(parse_params(text, Path("params.yaml")))
+
+
+def test_a_tokenizer_that_is_not_there_is_told_before_anything_is_downloaded(folder: Path) -> None:
+    shutil.rmtree(folder / "data" / "tokenizer", ignore_errors=True)
+    text = (ROOT / "params.yaml").read_text().replace("kind: train_bpe ", "kind: sentencepiece ")
+    text = text.replace("  path: null ", "  path: my.model ")
+    (folder / "params.yaml").write_text(text)
+    done = run(folder, "--schema-only")
+    assert done.returncode == 1
+    assert "tokenizer.path = my.model: there is no such file" in done.stderr
+    (folder / "my.model").touch()
+    assert run(folder, "--schema-only").returncode == 0
 
 
 def test_the_stage_starts_without_torch() -> None:

@@ -97,6 +97,13 @@ def test_a_picture_is_named_for_what_it_is(folder):
     assert not (folder / "plan.png").exists()
 
 
+def test_gpus_that_stay_idle_are_told(folder):
+    changed(folder, parallel={"data": 2})
+    said = "the run takes 2 of 4 GPUs"
+    assert said in run("--gpu", "H200", "--gpus", "4").output
+    assert said not in run(*H200S).output
+
+
 def test_long_bubbles_are_warned_of(folder):
     changed(folder, parallel={"pipeline": 2})
     (warning,) = json.loads(run(*H200S, "--json").output)["warnings"]
