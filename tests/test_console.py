@@ -74,4 +74,4 @@ def test_a_long_cell_is_folded_and_never_cut(terminal, columns, headers):
 def test_a_table_that_fits_has_its_frame(terminal):
     lines = terminal(80)
     console.table("figures", [("a", "1")], ("name", "value"))
-    assert "│ a    │ 1     │" in lines()
+    assert "\u2502 a    \u2502 1     \u2502" in lines()

@@ -69,7 +69,7 @@ def test_broken_rule_of_a_corpus_names_corpus_and_key(
     [
         ("corpora", "{}", "corpora", "write a name"),
         ("corpora", "{web: files}", "corpora.web", "must be a mapping of keys"),
-        ("corpora", "{source: files}", "corpora.source", "must be a mapping of keys"),
+        ("corpora", "{source: files}", "corpora.source", "write a name of your choice"),
         ("corpora", "{Web: {}}", "corpora.Web", "small letters"),
         ("corpora", "{2024: {}}", "corpora.2024", "a letter first"),
         ("corpora", "{'a;b': {}}", "corpora.a;b", "rename it"),

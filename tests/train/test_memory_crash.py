@@ -16,7 +16,7 @@ from lib.workflow.shapes import REFERENCES, documents_for, measured_run
 from tests.plan.test_remedies import MESSAGE
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNTIME = "runtime:\n  attention: auto\nlaunch:\n  device: cpu\n  processes: 2\n"
+RUNTIME = {"runtime": {"attention": "auto"}, "launch": {"device": "cpu", "processes": 2}}
 
 
 @pytest.fixture
@@ -29,7 +29,11 @@ def folder(tmp_path):
     )
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "run_config.json").write_text(config.to_json())
-    (tmp_path / "params.yaml").write_text(RUNTIME)
+    sections = {
+        name: part.model_dump(mode="json") for name, part in vars(run).items() if name != "corpora"
+    }
+    sections["corpora"] = {name: {} for name in run.corpora}
+    (tmp_path / "params.yaml").write_text(json.dumps(sections | RUNTIME))
     return tmp_path
 
 
