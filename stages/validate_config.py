@@ -154,7 +154,8 @@ def find_warnings(
         replace(each, rule=f"pretrain would refuse it on this machine: {each.rule}")
         for each in refused
     ]
-    return params_file.located([*advice, *refused, *unwise])
+    missing = missing_tokenizer_files(sections.get("tokenizer"))
+    return params_file.located([*advice, *missing, *refused, *unwise])
 
 
 def _planned_facts(
@@ -222,7 +223,6 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
             name, remedy = "training.initial_weights", "or write null to start from random weights"
             problems.append(Problem(name, training.initial_weights, str(error), remedy))
     tokens, tokenizer_facts = sections.get("tokens"), facts.get("tokenizer_facts")
-    problems += missing_tokenizer_files(sections.get("tokenizer"))
     known |= _known_vocabulary(sections.get("tokenizer"))
     if isinstance(tokenizer_facts, TokenizerFacts):
         known["vocab_size"] = tokenizer_facts.vocab_size
@@ -237,7 +237,7 @@ def _check(params_file: ParamsFile, facts: Mapping[str, object]) -> dict[str, ob
 
 
 def missing_tokenizer_files(tokenizer: object) -> Iterator[Problem]:
-    """Files of a given tokenizer that are not there, while it has not been taken."""
+    """Files of a given tokenizer that are not on this machine, while it has not been taken."""
     if not isinstance(tokenizer, TokenizerOptions) or Path(TOKENIZER_INFO).exists():
         return
     for key in ("path", "vocab_file", "merges_file"):
@@ -246,7 +246,7 @@ def missing_tokenizer_files(tokenizer: object) -> Iterator[Problem]:
             yield Problem(
                 f"tokenizer.{key}",
                 path,
-                "there is no such file",
+                "there is no such file here, and prepare_tokenizer would refuse it",
                 "name a file of this machine, relative to the project or absolute, or set "
                 "tokenizer.kind: train_bpe",
             )

@@ -284,10 +284,10 @@ def test_a_tokenizer_that_is_not_there_is_told_before_anything_is_downloaded(fol
     text = text.replace("  path: null ", "  path: my.model ")
     (folder / "params.yaml").write_text(text)
     done = run(folder, "--schema-only")
-    assert done.returncode == 1
-    assert "tokenizer.path = my.model: there is no such file" in done.stderr
+    assert done.returncode == 0
+    assert "warning: params.yaml:26: tokenizer.path = my.model: there is no such" in done.stderr
     (folder / "my.model").touch()
-    assert run(folder, "--schema-only").returncode == 0
+    assert "my.model" not in run(folder, "--schema-only").stderr
 
 
 def test_the_stage_starts_without_torch() -> None:
