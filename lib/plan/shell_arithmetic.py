@@ -18,6 +18,12 @@ _BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
 }
+_UNARY: Mapping[type[ast.unaryop], Callable[[int], int]] = {
+    ast.Not: lambda number: int(not number),
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
 _COMPARED: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -33,7 +39,7 @@ def evaluate(text: str, value_of: ValueOf) -> int | None:
     text = text.replace("&&", " and ").replace("||", " or ")
     text = re.sub(r"!(?!=)", " not ", _conditional(text))
     text = re.sub(r"(?<!/)/(?!/)", "//", text)
-    text = re.sub(r"(?<![\w$])0+(?=\d)", "", text)
+    text = re.sub(r"(?<![\w$])0+(?=\d)", "0o", text)  # octal, which has no 8 and no 9
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body, value_of)
     except (SyntaxError, ValueError, LookupError, ArithmeticError, RecursionError):
@@ -77,8 +83,7 @@ def _evaluate(node: ast.expr, value_of: ValueOf) -> int:
             raise ValueError(node.id)
         return number
     if isinstance(node, ast.UnaryOp):
-        inner = _evaluate(node.operand, value_of)
-        return int(not inner) if isinstance(node.op, ast.Not) else -inner
+        return _UNARY[type(node.op)](_evaluate(node.operand, value_of))
     if isinstance(node, ast.IfExp):
         node = node.body if _evaluate(node.test, value_of) else node.orelse
         return _evaluate(node, value_of)

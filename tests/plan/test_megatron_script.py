@@ -108,9 +108,12 @@ def test_any_quoted_text_survives_as_in_bash(values: list[str]) -> None:
 
 NUMBERS = st.integers(-50, 50)
 SUMS = st.recursive(
-    NUMBERS.map(lambda n: f"({n})"),
+    NUMBERS.map(lambda n: f"({n})") | st.sampled_from(["0x1f", "017", "08", "00", "0"]),
     lambda inner: (
-        st.tuples(inner, st.sampled_from("+-*/%<>"), inner).map(
+        st.tuples(st.sampled_from(["+", "-", "~", "!"]), inner).map(
+            lambda parts: f"({parts[0]} {parts[1]})"
+        )
+        | st.tuples(inner, st.sampled_from("+-*/%<>"), inner).map(
             lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"
         )
         | st.tuples(inner, inner, inner).map(
